@@ -196,7 +196,7 @@ class Cursor:
             return version
         if version == 1:
             self.fail("version must be 2 or 3, got 1", "convert it with a newer llama.cpp")
-        if version & 0xFFFF == 0:
+        if version and version & 0xFFFF == 0:
             self.fail("must be little-endian, got a big-endian file", "fetch the little-endian one")
         self.fail(f"version must be 2 or 3, got {version}")
 
