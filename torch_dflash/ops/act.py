@@ -1,0 +1,57 @@
+"""Activations as the matmul reads them."""
+
+import torch
+from torch import Tensor
+
+__all__ = ["act_bytes", "quant_act"]
+
+
+def act_bytes(columns: int, act_mode: int) -> int:
+    """Bytes of one row of activations.
+
+    Args:
+        columns: values of a row, at least 1.
+        act_mode: 0 = float32, 1 = two int8 planes with a scale per 256 values.
+
+    Returns:
+        Bytes of a row in that mode.
+
+    Raises:
+        RuntimeError: no columns, or an unknown mode (2, Q8_1, is not built).
+
+    >>> act_bytes(512, 1)
+    1184
+    """
+    return torch.ops.dflash.act_bytes.default(columns, act_mode)
+
+
+def quant_act(x: Tensor, act_mode: int) -> Tensor:
+    r"""Pack rows of activations for :func:`qmm`.
+
+    Every group of 256 values (at absolute multiples of 256, the last may be shorter) becomes
+    ``x ~ scale * (254 hi + lo)`` with ``scale = max|x| / 32385`` and int8 codes within
+    :math:`\pm 127`. A group below :math:`2^{-100}` is zero; one that holds a NaN or an infinity
+    gets the scale NaN.
+
+    Args:
+        x: float32, float16 or bfloat16 ``[rows, columns]``; the row stride is free.
+        act_mode: 1 = two int8 planes; 0 = float32.
+
+    Returns:
+        uint8 ``[rows, act_bytes(columns, 1)]``, in a layout private to the device; or float32
+        ``[rows, columns]`` for mode 0.
+
+    Raises:
+        RuntimeError: a wrong dtype, rank, mode or last stride, or no columns.
+
+    Formula: ``csrc/core/act.h``. Backends: CPU, CUDA. Not differentiable.
+    """
+    return torch.ops.dflash.quant_act.default(x, act_mode)
+
+
+@torch.library.register_fake("dflash::quant_act")
+def _(x: Tensor, act_mode: int) -> Tensor:
+    rows, columns = x.shape
+    if act_mode == 0:
+        return x.new_empty((rows, columns), dtype=torch.float32)
+    return x.new_empty((rows, act_bytes(columns, act_mode)), dtype=torch.uint8)

@@ -1,0 +1,32 @@
+"""Runs an operator in a child process under another instruction set (tests)."""
+
+import io
+import os
+import subprocess
+import sys
+from typing import Any
+
+import torch
+
+__all__ = ["run_with"]
+
+CHILD = """
+import io, sys, torch, torch_dflash
+name, args = torch.load(io.BytesIO(sys.stdin.buffer.read()))
+out = getattr(torch.ops.dflash, name)(*args)
+torch.save(out, sys.stdout.buffer)
+"""
+
+
+def run_with(isa: str, name: str, *args: Any) -> Any:
+    """The result of ``dflash::name(*args)`` under ``DFLASH_ISA=isa`` in a process of its own."""
+    payload = io.BytesIO()
+    torch.save((name, args), payload)
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD],
+        input=payload.getvalue(),
+        stdout=subprocess.PIPE,
+        env={**os.environ, "DFLASH_ISA": isa},
+        check=True,
+    )
+    return torch.load(io.BytesIO(done.stdout))
