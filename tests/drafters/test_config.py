@@ -1,0 +1,387 @@
+"""Whole configs: the reference checkpoints, the published ones, and GGUF against Hugging Face."""
+
+import json
+from dataclasses import fields, replace
+
+import pytest
+from gguf import GGUFReader
+from safetensors import safe_open
+
+from torch_dflash.drafters.attention import LayerAttention
+from torch_dflash.drafters.config import DrafterConfig, check_against_target, check_supported
+from torch_dflash.drafters.from_gguf import config_from_gguf
+from torch_dflash.drafters.from_hf import config_from_hf
+from torch_dflash.drafters.names import logical_names
+from torch_dflash.drafters.rope import RopeConfig
+from torch_dflash.drafters.tensors import tensor_table
+from torch_dflash.fields import CheckpointError
+
+DFLASH = [
+    "d1_full",
+    "d1_mha_bias_eps",
+    "d1_mixed_causal",
+    "d1_mixed_legacy",
+    "d1_mixed_noncausal",
+    "d1_mqa",
+    "d1_scaled",
+    "d1_swa_legacy_causal",
+    "d1_swa_noncausal",
+    "d1_yarn",
+    "d1_yarn_legacy_type",
+    "d1_yarn_mscale_notrunc",
+    "d2_full",
+    "d2_group1",
+    "d2_k1",
+    "d2_mixed_legacy",
+    "d2_scaled",
+    "d2_swa_noncausal",
+    "d2_taps1_groupH",
+    "d2_taps3",
+    "d2_yarn",
+]
+DSPARK = [
+    "conf_hidden_only",
+    "gated",
+    "logit_scale",
+    "no_confidence",
+    "reduced_vocab",
+    "reduced_vocab_bonus",
+    "rnn",
+    "vanilla_anchor",
+    "vanilla_bonus",
+]
+GGUF = [
+    "dflash",
+    "dflash2",
+    "dflash2_scaled_taps3",
+    "dflash2_swa_w8",
+    "dflash_causal",
+    "dflash_dc_causal",
+    "dflash_interleaved_rope",
+    "dflash_partial_rotary",
+    "dflash_swa_noncausal_w8",
+    "dflash_value_scale_sinks",
+    "dflash_yarn",
+    "dspark",
+    "dspark_speculators_bonus",
+    "dspark_speculators_d2t",
+]
+
+
+def from_folder(folder):
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    names = logical_names("model.safetensors", shapes, gguf=False)
+    config = json.loads((folder / "config.json").read_text())
+    return config_from_hf(config, {k: shapes[v] for k, v in names.items()})
+
+
+def from_file(path):
+    reader = GGUFReader(path)
+    meta = {k: f.contents() for k, f in reader.fields.items()}
+    shapes = {t.name: tuple(reversed(t.shape.tolist())) for t in reader.tensors}
+    names = logical_names(path.name, shapes, gguf=True)
+    return config_from_gguf(meta, {k: shapes[v] for k, v in names.items()})
+
+
+@pytest.mark.parametrize("name", DFLASH)
+def test_reference_dflash(reference, name):
+    config = from_folder(reference / "dflash" / name)
+    assert config.kind == ("dflash2" if name.startswith("d2") else "dflash")
+    assert (config.hidden_size, config.head_dim, config.vocab_size) == (48, 16, 64)
+    assert config.target_layer_ids == (1, 4, 9)
+    assert (config.mask_token_id, config.block_size, config.max_draft_tokens) == (7, 8, 7)
+    assert not config.sample_from_anchor
+    want = {
+        "d1_swa_legacy_causal": [(6, True)] * 2,
+        "d1_swa_noncausal": [(6, False)] * 2,
+        "d1_mixed_legacy": [(6, True), (None, False)],
+        "d1_mixed_noncausal": [(None, False), (6, False)],
+        "d1_mixed_causal": [(None, True), (6, True)],
+        "d2_mixed_legacy": [(6, True), (None, False)],
+        "d2_swa_noncausal": [(6, False)] * 2,
+    }.get(name, [(None, False)] * config.num_layers)
+    assert config.layers == tuple(LayerAttention(*w) for w in want)
+    assert (config.rope.type == "yarn") == ("yarn" in name)
+    assert config.attention_bias == (name == "d1_mha_bias_eps")
+
+
+def test_reference_dflash_details(reference):
+    def load(name):
+        return from_folder(reference / "dflash" / name)
+
+    assert load("d1_mha_bias_eps").rms_norm_eps == 1e-2
+    assert load("d1_mha_bias_eps").num_kv_heads == 4
+    assert load("d1_mqa").num_kv_heads == 1
+    scaled = load("d1_scaled")
+    assert scaled.output_multiplier == 0.3
+    assert scaled.final_logit_softcapping == 2.0
+    assert scaled.input_embedding_scale == 0.5
+    assert load("d1_yarn").rope == RopeConfig(
+        1e4, 16, "yarn", 8.0, 64, beta_fast=4.0, beta_slow=0.25
+    )
+    legacy = load("d1_yarn_legacy_type").rope
+    assert (legacy.type, legacy.factor) == ("yarn", 8.0)
+    mscale = load("d1_yarn_mscale_notrunc").rope
+    assert mscale.mscale is not None
+    assert not mscale.truncate
+    assert (load("d2_taps3").conv_kernel_size, load("d2_taps1_groupH").conv_group_size) == (3, 48)
+    assert load("d2_group1").conv_group_size == 1
+    assert load("d2_k1").selector_top_k == 1
+
+
+@pytest.mark.parametrize("name", DSPARK)
+def test_reference_dspark(reference, name):
+    config = from_folder(reference / "dspark" / name)
+    assert config.kind == "dspark"
+    assert config.markov_rank == 10
+    assert config.markov_head_type == (name if name in ("gated", "rnn") else "vanilla")
+    assert config.sample_from_anchor == ("bonus" not in name)
+    assert config.max_draft_tokens == (6 if "bonus" in name else 7)
+    assert config.draft_vocab_size == (36 if "reduced" in name else 64)
+    assert config.logit_scale == (0.7 if name == "logit_scale" else 1.0)
+    absent = name in ("no_confidence", "reduced_vocab_bonus")
+    wide = None if absent else "hidden+markov"
+    assert config.confidence == ("hidden" if name == "conf_hidden_only" else wide)
+    if name in ("gated", "rnn"):
+        with pytest.raises(CheckpointError, match=f"must be 'vanilla', got '{name}'"):
+            check_supported(config, "x")
+    else:
+        check_supported(config, "x")
+
+
+@pytest.mark.parametrize("name", ["dflash", "dflash2"])
+def test_reference_loop(reference, name):
+    config = from_folder(reference / "loop" / name)
+    assert config.kind == name
+    assert config.layers == (LayerAttention(24, False),) * 2
+
+
+@pytest.mark.parametrize("name", GGUF)
+def test_gguf_says_what_hugging_face_says(reference, name):
+    """The files of upstream's converter resolve to the config of the checkpoint they came from."""
+    hf = from_folder(reference / "gguf" / name)
+    got = from_file(reference / "gguf" / name / "model.gguf")
+    assert got.num_target_layers is None  # has no key
+    hf = replace(hf, num_target_layers=None, rope_is_neox=True)  # the converter reordered the rows
+    for f in fields(DrafterConfig):
+        if f.compare:
+            a, b = getattr(got, f.name), getattr(hf, f.name)
+            # float32 in the file
+            assert a == (pytest.approx(b, rel=6e-8) if isinstance(b, float) else b), f.name
+    assert not got.notes
+
+
+@pytest.fixture
+def dflash2_27b():
+    """z-lab/Qwen3.8-27B-DFlash2."""
+    return {
+        "architectures": ["DFlash2DraftModel"],
+        "model_type": "qwen3",
+        "attention_bias": False,
+        "is_causal": False,
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-6,
+        "vocab_size": 248320,
+        "num_target_layers": 64,
+        "layer_types": ["sliding_attention"] * 5,
+        "sliding_window": 2048,
+        "use_sliding_window": True,
+        "rope_parameters": {"rope_theta": 1e7, "rope_type": "default"},
+        "dflash_config": {
+            "block_size": 8,
+            "mask_token_id": 248070,
+            "target_layer_ids": [5, 19, 33, 47, 61],
+            "conv_kernel_size": 2,
+            "conv_group_size": 16,
+            "selector_rank": 256,
+            "selector_top_k": 16,
+        },
+    }
+
+
+@pytest.fixture
+def dspark_27b():
+    """RadixArk/Qwen3.8-27B-DSpark v1."""
+    return {
+        "architectures": ["DSparkDraftModel"],
+        "model_type": "qwen3",
+        "block_size": 7,
+        "hidden_size": 5120,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-6,
+        "vocab_size": 248320,
+        "num_target_layers": 64,
+        "max_position_embeddings": 262144,
+        "rope_parameters": {
+            "rope_theta": 1e7,
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "original_max_position_embeddings": 8192,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+        },
+        "enable_confidence_head": True,
+        "dflash_config": {
+            "target_layer_ids": [4, 16, 28, 40, 52],
+            "mask_token_id": 248077,
+            "markov_rank": 256,
+            "projector_type": "dspark",
+        },
+    }
+
+
+def test_published_dflash2(dflash2_27b):
+    config = config_from_hf(dflash2_27b)
+    table = tensor_table(config)
+    assert len(table.required) == 3 + 11 * 5 + 4 * 5 + 3 == 81
+    assert table.num_parameters == 1_924_404_480
+    assert config.layers == (LayerAttention(2048, False),) * 5
+    assert (config.kind, config.max_draft_tokens) == ("dflash2", 7)
+    assert config.rope == RopeConfig(1e7, 128)
+    assert config.notes == ()
+
+
+def test_published_dspark(dspark_27b):
+    config = config_from_hf(dspark_27b)
+    table = tensor_table(config)
+    bias = table.optional["confidence_head.proj.bias"]
+    assert len(table.required) + 1 == 3 + 11 * 5 + 2 + 2 == 62
+    assert table.num_parameters + bias[0] == 1_359_284_737
+    assert config.layers == (LayerAttention(None, False),) * 5
+    assert config.rope.attention_scaling == pytest.approx(1.3465735902799727)
+    assert config.sample_from_anchor
+    assert config.max_draft_tokens == 7
+    assert config.confidence == "hidden+markov"
+    assert table.required["confidence_head.proj.weight"] == (1, 5376)
+
+
+def test_published_dflash(dflash2_27b):
+    """z-lab/Qwen3.6-27B-DFlash: mixed windows, causal by the legacy rule."""
+    config = dflash2_27b | {
+        "architectures": ["DFlashDraftModel"],
+        "layer_types": ["sliding_attention"] * 4 + ["full_attention"],
+        "is_causal": None,
+        "dflash_config": {
+            "block_size": 16,
+            "mask_token_id": 248070,
+            "target_layer_ids": [1, 16, 31, 46, 61],
+        },
+    }
+    config = config_from_hf(config)
+    assert config.kind == "dflash"
+    assert config.layers == (LayerAttention(2048, True),) * 4 + (LayerAttention(None, False),)
+    assert config.max_draft_tokens == 15
+    assert len(tensor_table(config).required) == 3 + 11 * 5 == 58
+
+
+def test_row_27_block_seven_is_seven_drafts(dspark_27b):
+    assert config_from_hf(dspark_27b).max_draft_tokens == 7
+    for change in ({"sample_from_anchor": False}, {"dspark_bonus_anchor": True}):
+        assert config_from_hf(dspark_27b | change).max_draft_tokens == 6
+
+
+def test_row_04_mask_token_of_the_drafter(hf, gguf, shapes_of):
+    config = hf(d_mask_token_id=9)
+    config["mask_token_id"] = 7
+    config = config_from_hf(config)
+    assert config.mask_token_id == 9
+    assert config.sources["mask_token_id"] == "dflash_config.mask_token_id"
+    assert any("wins over mask_token_id = 7" in n for n in config.notes)
+    meta = gguf(mask_token_id=9, tokenizer__ggml__mask_token_id=7)
+    assert config_from_gguf(meta, shapes_of(hf())).mask_token_id == 9
+
+
+def test_row_05_mask_token_zero(hf, gguf, shapes_of):
+    assert config_from_hf(hf(d_mask_token_id=0)).mask_token_id == 0
+    shapes = shapes_of(hf())
+    for keys in (
+        {"tokenizer__ggml__mask_token_id": 0},
+        {"dflash__mask_token_id": 0},
+        {"mask_token_id": 0},
+    ):
+        config = config_from_gguf(gguf(**keys), shapes)
+        assert config.mask_token_id == 0
+    with pytest.raises(CheckpointError, match="mask_token_id must be present"):
+        config_from_gguf(gguf(tokenizer__ggml__mask_token_id=None), shapes)
+
+
+def test_row_55_radixark_config_is_dense_dspark(dspark_27b):
+    assert config_from_hf(dspark_27b).kind == "dspark"
+    assert config_from_hf(dspark_27b | {"architectures": ["Qwen3DSparkModel"]}).kind == "dspark"
+    for model_type in ("deepseek_v4", "deepseek_v41"):
+        with pytest.raises(CheckpointError, match="DeepSeek-V4 DSpark"):
+            config_from_hf(dspark_27b | {"model_type": model_type})
+
+
+def test_row_56_rank_of_the_tensors_wins(hf, shapes_of):
+    config = hf("dspark")
+    shapes = shapes_of(config)
+    config["dflash_config"]["markov_rank"] = 12
+    resolved = config_from_hf(config, shapes)
+    assert resolved.markov_rank == 10
+    assert any("markov_rank" in n and "12" in n for n in resolved.notes)
+    shapes["markov_head.markov_w2.weight"] = (32, 12)
+    with pytest.raises(
+        CheckpointError, match=r"markov_w2.weight' must be \[32, 10\], got \[32, 12"
+    ):
+        config_from_hf(config, shapes)
+
+
+def test_row_53_attention_biases(hf, shapes_of, gguf):
+    config = hf(attention_bias=True)
+    shapes = shapes_of(config)
+    assert shapes["layers.1.self_attn.q_proj.bias"] == (64,)
+    assert shapes["layers.1.self_attn.o_proj.bias"] == (64,)
+    assert len(shapes) == 3 + 15 * 2
+    assert config_from_hf(config, shapes).attention_bias
+    config["attention_bias"] = None  # the tensors say it as well
+    assert config_from_hf(config, shapes).attention_bias
+    assert config_from_gguf(gguf(), shapes).attention_bias
+    with pytest.raises(
+        CheckpointError, match=r"attention_bias is true, so tensor .* must be there"
+    ):
+        config_from_hf(hf(attention_bias=True), shapes_of(hf()))
+
+
+def test_describe_names_every_field_and_its_source(hf, shapes_of):
+    config = config_from_hf(
+        hf("dflash2", d_block_size=None, block_size=4), shapes_of(hf("dflash2"))
+    )
+    rows = {name: (value, source) for name, value, source in config.describe()}
+    assert rows["block_size"] == (4, "block_size")
+    assert rows["selector_rank"] == (6, "dflash_config.selector_rank")
+    assert rows["kind"] == ("dflash2", "tensors")
+    assert rows["rope.theta"] == (1e7, "rope_parameters.rope_theta")
+    assert rows["rms_norm_eps"][1] == "rms_norm_eps"
+    assert rows["value_scale"] == (1.0, "default")
+    assert {f.name for f in fields(DrafterConfig)} - set(rows) == {"rope", "sources", "notes"}
+
+
+class Target:
+    hidden_size, vocab_size, num_layers = 64, 32, 12
+
+
+def test_row_43_drafter_of_another_target(hf):
+    config = config_from_hf(hf())
+    check_against_target(config, Target(), "x")
+    for name, value, message in (
+        ("hidden_size", 128, "hidden size 64, target has 128"),
+        ("vocab_size", 33, "vocabulary 32, target has 33"),
+        ("num_layers", 24, "target depth 12, target has 24"),
+        ("num_layers", 10, r"target_layer_ids \[1, 4, 9\], the target's 10 layers allow 0..8"),
+        ("vocab_size", 9, "mask_token_id 9, target has 9 tokens"),
+    ):
+        target = Target()
+        setattr(target, name, value)
+        with pytest.raises(CheckpointError, match=f"must match the target, got .*{message}"):
+            check_against_target(config, target, "x")
