@@ -4,6 +4,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NoReturn, TypeVar
 
+from .hf import CheckpointError
+
 __all__ = ["CheckpointError", "Fields", "shape_text"]
 
 T = TypeVar("T", int, float, bool, str)
@@ -14,10 +16,6 @@ _WANTED: Final[dict[type, str]] = {
     bool: "true or false",
     str: "a string",
 }
-
-
-class CheckpointError(ValueError):
-    """A model that cannot be used: ``<file>: <key or tensor> must be <wanted>, got <...>``."""
 
 
 def shape_text(shape: Sequence[int]) -> str:

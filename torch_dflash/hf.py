@@ -17,7 +17,7 @@ _MAX_INDEX: Final = 64 << 20
 
 
 class CheckpointError(ValueError):
-    """A folder that is not what it must be: ``<file>: <what must hold>, got <...>``."""
+    """A checkpoint that is not what it must be: ``<file>: <what must hold>, got <...>``."""
 
 
 def read_config(path: str | Path) -> dict[str, Any]:

@@ -26,6 +26,8 @@ class Overrides:
         rope: the whole rotary embedding.
         num_target_layers: depth of the target.
         vocab_size: rows of the target's embedding; only used where the file does not say.
+        fallback_mask_token_id: what ``mask_embedding.pt`` says; only used where the config does
+            not.
     """
 
     mask_token_id: int | None = None
@@ -33,6 +35,7 @@ class Overrides:
     rope: RopeConfig | None = None
     num_target_layers: int | None = None
     vocab_size: int | None = None
+    fallback_mask_token_id: int | None = None
 
 
 class Resolver:
@@ -173,6 +176,9 @@ class Resolver:
         mask = f.optional(int, "mask_token_id", *self.keys["mask_token_id"])
         if self.overrides.mask_token_id is not None:
             mask, f.sources["mask_token_id"] = self.overrides.mask_token_id, "override"
+        if mask is None and self.overrides.fallback_mask_token_id is not None:
+            mask = self.overrides.fallback_mask_token_id
+            f.sources["mask_token_id"] = "mask_embedding.pt"
         if mask is None:
             text = f.found("mask_token")
             hint = f" (mask_token {text[0][1]!r} names it)" if text else ""
