@@ -1,0 +1,1 @@
+"""Measurements; each checks its subject before it prints a number."""

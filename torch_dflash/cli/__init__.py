@@ -1,0 +1,1 @@
+"""The command ``torch-dflash``."""

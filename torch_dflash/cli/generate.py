@@ -1,0 +1,178 @@
+"""``torch-dflash generate``: text from a prompt, plain or speculative, or both compared."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..decoding.loop import Generation
+    from ..drafters.base import Drafter
+    from ..gguf.tokenizer import Tokenizer
+    from ..models.decoder import Decoder
+
+__all__ = ["add_parser"]
+
+
+def add_parser(commands: Any) -> None:
+    """Register the subcommand."""
+    p: argparse.ArgumentParser = commands.add_parser(
+        "generate",
+        help="complete a prompt",
+        description="Complete a prompt with a GGUF target; the embedded one without a MODEL.",
+    )
+    p.add_argument("model", nargs="?", help="target GGUF file (default: the embedded model)")
+    source = p.add_mutually_exclusive_group()
+    source.add_argument("--prompt", "-p", help="text to complete; - reads standard input")
+    source.add_argument("--file", "-f", type=Path, help="file whose text is completed")
+    source.add_argument(
+        "--chat", metavar="MESSAGE", help="a user message, through the chat template"
+    )
+    p.add_argument(
+        "--drafter", "-d", default=None, metavar="dflash|dflash2|dspark|none|PATH",
+        help="drafter (default: dflash2 for the embedded model, none otherwise)",
+    )  # fmt: skip
+    p.add_argument("--max-new-tokens", "-n", type=int, default=128)
+    p.add_argument("--temperature", "-t", type=float, default=0.0, help="0 is greedy")
+    p.add_argument("--top-k", type=int, default=0)
+    p.add_argument("--top-p", type=float, default=1.0)
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="stop string; repeatable"
+    )
+    p.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-text token")
+    p.add_argument(
+        "--policy", choices=("fixed", "cost"), default="cost", help="draft tokens per step"
+    )
+    p.add_argument(
+        "--draft-tokens", type=int, help="most draft tokens per step (default: full block)"
+    )
+    p.add_argument("--state", choices=("journal", "snapshots"), default="journal")
+    p.add_argument("--kv-type", choices=("f32", "f16", "bf16"), default="f32")
+    p.add_argument("--threads", type=int, help="CPU threads (default: all cores)")
+    p.add_argument("--compare", action="store_true", help="interleave plain and speculative runs")
+    p.add_argument("--pairs", type=int, default=5, help="of --compare")
+    p.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    p.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Load, generate, print."""
+    import torch
+
+    from ..decoding.sampling import SamplingParams
+    from ..gguf import GGUFFile
+    from ..gguf.tokenizer import tokenizer_from_gguf
+    from ..load import ASSETS, load_drafter, load_target
+
+    sampling = SamplingParams(args.temperature, args.top_k, args.top_p, args.seed)
+    if args.max_new_tokens < 1:
+        raise ValueError(f"--max-new-tokens must be at least 1, got {args.max_new_tokens}")
+    if args.threads is not None:
+        if args.threads < 1:
+            raise ValueError(f"--threads must be at least 1, got {args.threads}")
+        torch.set_num_threads(args.threads)
+    kv = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}[args.kv_type]
+    path = Path(args.model) if args.model else ASSETS / "target.gguf"
+    target = load_target(path, state=args.state, kv_dtype=kv)
+    with GGUFFile.open(path) as file:
+        tokenizer = tokenizer_from_gguf(file)
+    name = args.drafter or ("none" if args.model else "dflash2")
+    drafter = None if name == "none" else load_drafter(name, target, kv_dtype=kv)
+    prompt = _encode(args, tokenizer)
+    if args.compare:
+        if drafter is None:
+            raise ValueError("--compare needs a drafter, got none; name one with --drafter")
+        return _compare(args, target, drafter, tokenizer, prompt, sampling)
+    return _generate(args, target, drafter, tokenizer, prompt, sampling)
+
+
+def _encode(args: argparse.Namespace, tokenizer: "Tokenizer") -> list[int]:
+    """The prompt's tokens."""
+    if args.chat is not None:
+        messages = [{"role": "user", "content": args.chat}]
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+        return tokenizer.encode(text, add_special=False)
+    if args.file is not None:
+        text = args.file.read_text(encoding="utf-8")
+    elif args.prompt == "-":
+        text = sys.stdin.read()
+    else:
+        text = args.prompt if args.prompt is not None else "def fibonacci(n):\n"
+    return tokenizer.encode(text, add_special=True)
+
+
+def _policy(args: argparse.Namespace) -> Any:
+    from ..policies import CostPolicy, FixedPolicy
+
+    return (
+        FixedPolicy(args.draft_tokens) if args.policy == "fixed" else CostPolicy(args.draft_tokens)
+    )
+
+
+def _generate(
+    args: argparse.Namespace,
+    target: "Decoder",
+    drafter: "Drafter | None",
+    tokenizer: "Tokenizer",
+    prompt: list[int],
+    sampling: Any,
+) -> int:
+    from ..decoding.loop import Generation, Session
+    from ..decoding.stop import StopChecker
+
+    stop_ids = () if args.ignore_eos else tokenizer.eos_ids
+    stop = StopChecker(stop_ids, args.stop, tokenizer.stream().push)
+    result = Generation()
+    session = Session(target, drafter, _policy(args) if drafter else None)
+    for step in session.stream(prompt, args.max_new_tokens, sampling, stop, result):
+        result.tokens += step.tokens
+        result.text += step.text
+        if not args.json:
+            print(step.text, end="", flush=True)
+    if args.json:
+        facts = {"text": result.text, "tokens": result.tokens}
+        facts |= {"finish_reason": result.finish_reason, **result.stats.to_dict()}
+        print(json.dumps(facts))
+    else:
+        print()
+        print(_summary(result, drafter is not None), file=sys.stderr)
+    return 0
+
+
+def _summary(result: "Generation", speculative: bool) -> str:
+    s = result.stats
+    line = (
+        f"{s.prompt_tokens} prompt tokens in {s.prefill_seconds:.2f} s, "
+        f"{s.new_tokens} new tokens at {s.tokens_per_second:.1f} tokens/s"
+    )
+    if speculative:
+        line += f", {s.acceptance_length:.2f} tokens a step, {s.acceptance_rate:.0%} accepted"
+    return f"[{line}; {result.finish_reason}]"
+
+
+def _compare(
+    args: argparse.Namespace,
+    target: "Decoder",
+    drafter: "Drafter",
+    tokenizer: "Tokenizer",
+    prompt: list[int],
+    sampling: Any,
+) -> int:
+    from ..decoding.compare import compare
+
+    result = compare(
+        target, drafter, prompt, args.max_new_tokens, pairs=args.pairs, sampling=sampling,
+        policy=_policy(args), stop_ids=() if args.ignore_eos else sorted(tokenizer.eos_ids),
+    )  # fmt: skip
+    if args.json:
+        print(json.dumps({"drafter": drafter.kind, **result.to_dict()}))
+    else:
+        verdict = "identical tokens" if result.identical else "DIFFERENT TOKENS"
+        print(
+            f"{drafter.kind}: {verdict}; plain {result.plain_tok_s:.1f} tokens/s, speculative "
+            f"{result.spec_tok_s:.1f} tokens/s: {result.speedup:.2f}x; "
+            f"{result.acceptance_length:.2f} tokens a step, {result.acceptance_rate:.0%} accepted"
+        )
+    return 0 if result.identical or not sampling.greedy else 1

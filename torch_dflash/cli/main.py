@@ -1,0 +1,42 @@
+"""Entry point: parses the command line, turns errors into one line each."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+__all__ = ["main"]
+
+
+def _parser() -> argparse.ArgumentParser:
+    from . import doctor, generate, inspect
+
+    parser = argparse.ArgumentParser(
+        prog="torch-dflash",
+        description="Speculative decoding with DFlash, DFlash2 and DSpark drafters.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for module in (generate, inspect, doctor):
+        module.add_parser(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        argv: arguments without the program's name; None takes the process's.
+
+    Returns:
+        exit status: 0, 1 for an error that was printed, 130 when interrupted.
+    """
+    try:
+        args = _parser().parse_args(argv)
+        return int(args.run(args))
+    except (ValueError, OSError, RuntimeError, ImportError, KeyError) as error:
+        text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+        print(f"torch-dflash: error: {text.splitlines()[0] if text else type(error).__name__}",
+              file=sys.stderr)  # fmt: skip
+        return 1
+    except KeyboardInterrupt:
+        print("torch-dflash: interrupted", file=sys.stderr)
+        return 130

@@ -1,0 +1,275 @@
+"""The decoding loop: propose, choose, verify, accept, commit."""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..drafters.base import Drafter
+from ..policies.base import Policy
+from ..policies.fixed import FixedPolicy
+from .proposal import Proposal
+from .sampling import GREEDY, SamplingParams, sampling_rows
+from .stats import GenerationStats
+from .stop import StopChecker
+from .target import Target
+
+__all__ = ["Generation", "Session", "StepResult"]
+
+TARGET_STREAM, ACCEPT_STREAM = 0, 2  # of ops.uniform; drafts use 1
+_PENDING = 64  # steps whose target_hidden may wait for the next draft
+
+
+@dataclass
+class StepResult:
+    """What one step of the target brought.
+
+    Attributes:
+        tokens: new tokens, in order; at least one.
+        text: text that they complete, if the session has a decoder.
+        offered, accepted: draft tokens verified, and how many of them were accepted.
+    """
+
+    tokens: list[int]
+    text: str
+    offered: int = 0
+    accepted: int = 0
+
+
+@dataclass
+class Generation:
+    """A finished generation.
+
+    Attributes:
+        tokens: new tokens, a stop token included.
+        text: their text, without the stop.
+        finish_reason: ``length``, ``stop_token`` or ``stop_string``.
+        stats: counts and times.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str = "length"
+    stats: GenerationStats = field(default_factory=GenerationStats)
+
+
+class Session:
+    """One sequence on a target with an optional drafter; a prompt that extends it is not run again.
+
+    The output does not depend on the drafter or the policy: greedy tokens are those of plain greedy
+    decoding, sampled ones have the target's distribution.
+
+    Args:
+        target: the model whose text is wanted.
+        drafter: proposes tokens; None decodes one token a step.
+        policy: how many draft tokens to verify; default: as many as the drafter offers.
+    """
+
+    def __init__(
+        self, target: Target, drafter: Drafter | None = None, policy: Policy | None = None
+    ) -> None:
+        self.target, self.drafter = target, drafter
+        self.policy = policy or FixedPolicy()
+        self._committed: list[int] = []
+        self._pending: list[Tensor] = []  # target_hidden rows the drafter has not seen yet
+        target.capture(drafter.config.target_layer_ids if drafter else [])
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the sequence."""
+        self.target.reset()
+        if self.drafter is not None:
+            self.drafter.reset()
+        self._committed, self._pending = [], []
+
+    def _prefill(self, prompt: Sequence[int]) -> Tensor:
+        """Bring the state to the end of the prompt; a hybrid's state can only be extended."""
+        known = len(self._committed)
+        if not (0 < known < len(prompt) and list(prompt[:known]) == self._committed):
+            self.reset()
+            known = 0
+        self._flush()
+        sink = self.drafter.commit if self.drafter is not None else None
+        device = self.target.vocabulary.embed.packed.device
+        tokens = torch.tensor(prompt[known:], dtype=torch.int64, device=device)
+        logits = self.target.prefill(tokens, sink)
+        self._committed = list(prompt)
+        return logits
+
+    def generate(
+        self,
+        prompt: Sequence[int],
+        max_new_tokens: int,
+        sampling: SamplingParams = GREEDY,
+        stop: StopChecker | None = None,
+    ) -> Generation:
+        """Generate until a stop or ``max_new_tokens``.
+
+        Args:
+            prompt: token ids, at least one.
+            max_new_tokens: at least 1.
+            sampling: how tokens are chosen.
+            stop: watches for the end.
+
+        Raises:
+            ValueError: an empty prompt, an id outside the vocabulary, or no tokens wanted.
+        """
+        result = Generation()
+        for step in self.stream(prompt, max_new_tokens, sampling, stop, result):
+            result.tokens += step.tokens
+            result.text += step.text
+        return result
+
+    def stream(
+        self,
+        prompt: Sequence[int],
+        max_new_tokens: int,
+        sampling: SamplingParams = GREEDY,
+        stop: StopChecker | None = None,
+        result: Generation | None = None,
+    ) -> Iterator[StepResult]:
+        """Generate step by step; the arguments are those of :meth:`generate`.
+
+        Args:
+            result: its ``stats`` and ``finish_reason`` are filled in, tokens and text are not.
+
+        Yields:
+            what every step of the target brought.
+        """
+        self._check(prompt, max_new_tokens)
+        result = result if result is not None else Generation()
+        stop = stop if stop is not None else StopChecker()
+        stats = result.stats
+        stats.prompt_tokens = len(prompt)
+        with torch.inference_mode():
+            began = time.perf_counter()
+            logits = self._prefill(prompt)
+            anchor = self._choose(logits, len(prompt), sampling)
+            stats.prefill_seconds = time.perf_counter() - began
+            emitted, text = self._emit([int(anchor)], stop)
+            left = max_new_tokens - 1
+        stats.new_tokens = 1
+        self._finish(result, stop, left)
+        yield StepResult(emitted, text + (stop.flush() if left == 0 else ""))
+        while left and stop.reason is None:
+            with torch.inference_mode():
+                began = time.perf_counter()
+                tokens, offered, accepted = self._step(anchor, left, sampling)
+                emitted, text = self._emit(tokens, stop)
+                self._commit(anchor, emitted)
+                anchor = anchor.new_tensor([emitted[-1]])
+                seconds = time.perf_counter() - began
+            left -= len(emitted)
+            stats.new_tokens += len(emitted)
+            stats.decode_seconds += seconds
+            stats.record(offered, accepted, len(emitted), seconds)
+            self.policy.observe(offered, accepted, seconds)
+            self._finish(result, stop, left)
+            if left == 0:
+                text += stop.flush()
+            yield StepResult(emitted, text, offered, accepted)
+
+    def _check(self, prompt: Sequence[int], max_new_tokens: int) -> None:
+        if not prompt:
+            raise ValueError("generate: prompt must have at least one token, got none")
+        if max_new_tokens < 1:
+            raise ValueError(f"generate: max_new_tokens must be >= 1, got {max_new_tokens}")
+        size = self.target.vocabulary.embed.rows
+        if not (min(prompt) >= 0 and max(prompt) < size):
+            bad = next(t for t in prompt if not 0 <= t < size)
+            raise ValueError(f"generate: prompt token {bad} is outside the vocabulary of {size}")
+
+    @staticmethod
+    def _finish(result: Generation, stop: StopChecker, left: int) -> None:
+        result.finish_reason = stop.reason or ("length" if left == 0 else "")
+
+    @staticmethod
+    def _emit(tokens: list[int], stop: StopChecker) -> tuple[list[int], str]:
+        """The tokens up to the first stop, and their text."""
+        text = ""
+        for n, token in enumerate(tokens, 1):
+            text += stop.push(token)
+            if stop.reason is not None:
+                return tokens[:n], text
+        return tokens, text
+
+    def _step(
+        self, anchor: Tensor, left: int, sampling: SamplingParams
+    ) -> tuple[list[int], int, int]:
+        """One verification: (new tokens, draft tokens offered, draft tokens accepted)."""
+        proposal = self._propose(anchor, left, sampling)
+        if proposal is None:
+            self._verified = self.target.verify(anchor)
+            position = self.target.length + 1
+            return [int(self._choose(self._verified.logits, position, sampling))], 0, 0
+        draft = proposal.tokens
+        offered = draft.shape[1]
+        self._verified = self.target.verify(torch.cat([anchor, draft[0]]))
+        accepted, bonus = self._accept(proposal, self._verified.logits, sampling)
+        n = int(accepted)
+        return [*draft[0, :n].tolist(), int(bonus)], offered, n
+
+    def _propose(self, anchor: Tensor, left: int, sampling: SamplingParams) -> Proposal | None:
+        if self.drafter is None:
+            return None
+        most = min(self.drafter.config.max_draft_tokens, left, self.target.max_rows - 1)
+        wanted = self.policy.draft_tokens(most)
+        if wanted == 0:
+            return None
+        self._flush()
+        proposal = self.drafter.propose(anchor, most, sampling)
+        keep = self.policy.select(proposal, wanted)
+        return proposal.head(keep) if keep else None
+
+    def _choose(self, logits: Tensor, position: int, sampling: SamplingParams) -> Tensor:
+        """The next token of one row, at its absolute position."""
+        if sampling.greedy:
+            return ops.head_topk(logits, 1, 1.0, 0.0)[1].view(1)
+        probs = self._probs(logits, sampling)
+        return ops.categorical(probs, self._uniform(position, 1, sampling, TARGET_STREAM))
+
+    @staticmethod
+    def _probs(logits: Tensor, sampling: SamplingParams) -> Tensor:
+        rows = sampling_rows(sampling, logits.shape[0], logits.device)
+        return ops.sampling_probs(logits, *rows)
+
+    def _uniform(self, first: int, count: int, sampling: SamplingParams, stream: int) -> Tensor:
+        device = self.target.vocabulary.embed.packed.device
+        positions = torch.arange(first, first + count, device=device)
+        return ops.uniform(torch.full_like(positions, sampling.seed), positions, stream)
+
+    def _accept(
+        self, proposal: Proposal, logits: Tensor, sampling: SamplingParams
+    ) -> tuple[Tensor, Tensor]:
+        if sampling.greedy:
+            ids = ops.head_topk(logits, 1, 1.0, 0.0)[1].view(1, -1)
+            return ops.accept_greedy(proposal.tokens, proposal.offered, ids)
+        count, first = proposal.tokens.shape[1], self.target.length + 1
+        return ops.accept(
+            proposal.tokens,
+            proposal.offered,
+            self._probs(logits, sampling)[None],
+            proposal.q_ids,
+            proposal.q,
+            self._uniform(first, count, sampling, ACCEPT_STREAM)[None],
+            self._uniform(first, count + 1, sampling, TARGET_STREAM)[None],
+        )
+
+    def _flush(self) -> None:
+        """Hand the drafter its context; a burst of plain steps is handed over at once."""
+        if self._pending and self.drafter is not None:
+            self.drafter.commit(torch.cat(self._pending))
+            self._pending = []
+
+    def _commit(self, anchor: Tensor, emitted: list[int]) -> None:
+        """The anchor and all emitted tokens but the last are now in the state."""
+        rows = len(emitted)
+        self.target.commit(rows)
+        if self.drafter is not None:
+            self._pending.append(self._verified.target_hidden[:rows])
+            if len(self._pending) >= _PENDING:
+                self._flush()
+        self._committed += [int(anchor), *emitted[:-1]]

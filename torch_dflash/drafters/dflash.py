@@ -1,0 +1,314 @@
+"""DFlash: a block of mask tokens, denoised in one pass over the target's hidden states."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from .. import ops
+from ..decoding.kv_cache import KVCache
+from ..decoding.proposal import Proposal
+from ..decoding.sampling import SamplingParams, sampling_rows
+from ..gguf.tensor import QuantTensor
+from ..nn import QuantGLU, QuantLinear, RMSNorm, Vocabulary
+from .base import Drafter, register
+from .config import DrafterConfig
+
+__all__ = ["DFlash", "Tensors"]
+
+DRAFT_STREAM = 1  # of ops.uniform: independent of the target's and of the acceptance's numbers
+
+
+class Tensors:
+    """A checkpoint's tensors, taken once each, so that none is forgotten or used twice."""
+
+    def __init__(self, tensors: Mapping[str, QuantTensor], prefix: str = "") -> None:
+        self._tensors, self._prefix = tensors, prefix
+
+    def scope(self, prefix: str) -> "Tensors":
+        """The tensors whose names begin with ``prefix``."""
+        return Tensors(self._tensors, self._prefix + prefix)
+
+    def weight(self, name: str) -> QuantTensor:
+        """The tensor as it lies in the file."""
+        return self._tensors[self._prefix + name]
+
+    def optional(self, name: str) -> QuantTensor | None:
+        """The tensor, or None if the checkpoint has none of that name."""
+        return self._tensors.get(self._prefix + name)
+
+    def floats(self, name: str) -> Tensor:
+        """A small tensor (a norm, a bias) as float32."""
+        return self.weight(name).to_dense().float()
+
+    def optional_floats(self, name: str) -> Tensor | None:
+        """The same, or None."""
+        return self.floats(name) if self._prefix + name in self._tensors else None
+
+    def bias(self, *names: str) -> Tensor | None:
+        """Biases side by side; None if there are none."""
+        found = [self.optional_floats(n) for n in names]
+        if all(b is None for b in found):
+            return None
+        return torch.cat([b for b in found if b is not None])
+
+
+class Attention(nn.Module):
+    """Block attention over the context and the block itself; E3 and E5 of docs/formats.md."""
+
+    inv_freq: Tensor
+    q_norm: Tensor
+    k_norm: Tensor
+    sinks: Tensor | None
+
+    def __init__(self, config: DrafterConfig, layer: int, t: Tensors) -> None:
+        super().__init__()
+        self.heads, self.kv_heads = config.num_heads, config.num_kv_heads
+        self.head_dim, self.eps = config.head_dim, config.rms_norm_eps
+        self.scale = config.head_dim**-0.5
+        self.window = config.layers[layer].window or 0
+        self.causal = config.layers[layer].causal
+        self.value_scale = config.value_scale
+        self.attention_scaling = config.rope.attention_scaling
+        names = ("q_proj", "k_proj", "v_proj")
+        self.qkv = QuantLinear(
+            [t.weight(f"{n}.weight") for n in names], t.bias(*(f"{n}.bias" for n in names))
+        )
+        self.out = QuantLinear([t.weight("o_proj.weight")], t.bias("o_proj.bias"))
+        self.register_buffer("inv_freq", config.rope.inv_freq(), persistent=False)
+        self.register_buffer("q_norm", t.floats("q_norm.weight"), persistent=False)
+        self.register_buffer("k_norm", t.floats("k_norm.weight"), persistent=False)
+        sinks = t.optional_floats("attention_sink_bias")
+        self.register_buffer("sinks", sinks, persistent=False)
+
+    def _store(
+        self, q: Tensor | None, kv: Tensor, positions: Tensor, cache: KVCache, layer: int
+    ) -> Tensor:
+        rows, columns = kv.shape[0], self.kv_heads * self.head_dim
+        return ops.qk_norm_rope_store(
+            None if q is None else q.view(rows, self.heads, self.head_dim),
+            kv[:, :columns].view(rows, self.kv_heads, self.head_dim),
+            kv[:, columns:].view(rows, self.kv_heads, self.head_dim),
+            None if q is None else self.q_norm,
+            self.k_norm,
+            self.eps,
+            False,
+            positions,
+            self.inv_freq,
+            self.attention_scaling,
+            [],
+            positions,
+            cache.k[layer],
+            cache.v[layer],
+        )
+
+    def append(self, context: Tensor, positions: Tensor, cache: KVCache, layer: int) -> None:
+        """Store K and V of context rows: no input norm, no convolution."""
+        self._store(None, self.qkv.tail(context, 1), positions, cache, layer)
+
+    def forward(
+        self, u: Tensor, positions: Tensor, cache: KVCache, layer: int, block: "Block"
+    ) -> Tensor:
+        """Attend; the block's own K and V are stored behind the context, and stay uncommitted."""
+        columns = self.heads * self.head_dim
+        qkv = self.qkv(u)
+        q = self._store(qkv[:, :columns], qkv[:, columns:], positions, cache, layer)
+        o = ops.block_attention(
+            q,
+            cache.k[layer],
+            cache.v[layer],
+            cache.page_table,
+            block.lengths,
+            block.cu_seqlens,
+            self.scale,
+            self.window,
+            self.causal,
+            self.sinks,
+            None,
+            self.value_scale,
+            self.out.act_mode,
+        )
+        return self.out(o)
+
+
+class Block:
+    """Row offsets and lengths of one block, on the device."""
+
+    def __init__(self, start: int, rows: int, device: torch.device) -> None:
+        self.rows = rows
+        self.positions = torch.arange(start, start + rows, device=device)
+        self.cu_seqlens = torch.tensor([0, rows], dtype=torch.int32, device=device)
+        self.lengths = torch.tensor([start + rows], dtype=torch.int32, device=device)
+
+
+class Layer(nn.Module):
+    """Attention and FFN with pre-norms."""
+
+    def __init__(self, config: DrafterConfig, index: int, t: Tensors) -> None:
+        super().__init__()
+        self.index = index
+        self.attention = Attention(config, index, t.scope("self_attn."))
+        mlp = t.scope("mlp.")
+        self.down = QuantLinear([mlp.weight("down_proj.weight")])
+        self.glu = QuantGLU(
+            mlp.weight("gate_proj.weight"), mlp.weight("up_proj.weight"), self.down.act_mode
+        )
+        self.attention_norm = RMSNorm(
+            t.floats("input_layernorm.weight"), config.rms_norm_eps, self.attention.qkv.act_mode
+        )
+        self.mlp_norm = RMSNorm(
+            t.floats("post_attention_layernorm.weight"), config.rms_norm_eps, self.glu.act_mode
+        )
+
+    def attend(self, y: Tensor | None, residual: Tensor, block: Block, cache: KVCache) -> Tensor:
+        """Add ``y`` to the residual; the attention sublayer's output."""
+        u = self.attention_norm(y, residual)
+        return self.attention(u, block.positions, cache, self.index, block)
+
+    def feed_forward(self, y: Tensor, residual: Tensor, block: Block) -> Tensor:
+        """Add ``y`` to the residual; the FFN sublayer's output."""
+        return self.down(self.glu(self.mlp_norm(y, residual)))
+
+
+@register("dflash")
+class DFlash(Drafter):
+    """DFlash drafter.
+
+    Args:
+        config: resolved checkpoint config.
+        tensors: checkpoint tensors under Hugging Face names; every value is used as stored.
+        vocabulary: the target's embedding and head, used unless the checkpoint ships its own.
+        kv_dtype: dtype of the K and V caches.
+    """
+
+    layer_class = Layer
+
+    def __init__(
+        self,
+        config: DrafterConfig,
+        tensors: Mapping[str, QuantTensor],
+        vocabulary: Vocabulary,
+        kv_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        self.config, self.kv_dtype = config, kv_dtype
+        t = Tensors(tensors)
+        self.target_vocabulary = [vocabulary]  # a list: the target's module is not ours to move
+        own_embedding, own_head = t.optional("embed_tokens.weight"), t.optional("lm_head.weight")
+        self.own_embedding = None if own_embedding is None else Vocabulary(own_embedding).embed
+        self.own_head = None if own_head is None else QuantLinear([own_head])
+        self.fc = QuantLinear([t.weight("fc.weight")]) if config.use_aux_hidden_state else None
+        self.layers = nn.ModuleList(
+            self.layer_class(config, i, t.scope(f"layers.{i}.")) for i in range(config.num_layers)
+        )
+        context_mode = max(layer.attention.qkv.act_mode for layer in self.layers)
+        self.hidden_norm = RMSNorm(
+            t.floats("hidden_norm.weight"), config.rms_norm_eps, context_mode
+        )
+        self.norm = RMSNorm(t.floats("norm.weight"), config.rms_norm_eps)
+        d2t = t.optional("d2t")
+        self.d2t: Tensor | None
+        self.register_buffer("d2t", None if d2t is None else d2t.to_dense(), persistent=False)
+        self.mask: Tensor
+        mask = torch.full((1,), config.mask_token_id, dtype=torch.int64)
+        self.register_buffer("mask", mask, persistent=False)
+        self._load(t)
+        self.reset()
+
+    def _load(self, t: Tensors) -> None:
+        """What a refinement of DFlash takes from the checkpoint beyond the backbone."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.mask.device
+
+    @property
+    def length(self) -> int:
+        """Committed rows so far."""
+        return self._length
+
+    def reset(self) -> None:
+        """Forget the sequence."""
+        c = self.config
+        self._length = 0
+        self.cache = KVCache(c.num_layers, c.num_kv_heads, c.head_dim, self.kv_dtype, self.device)
+
+    def commit(self, target_hidden: Tensor) -> None:
+        """Append committed rows to the context: E2 and E3."""
+        rows = target_hidden.shape[0]
+        if rows == 0:
+            return
+        self.cache.reserve(self._length + rows)
+        fused = target_hidden if self.fc is None else self.fc.from_float(target_hidden)
+        context = self.hidden_norm(None, fused)
+        positions = torch.arange(self._length, self._length + rows, device=self.device)
+        for i, layer in enumerate(self.layers):
+            layer.attention.append(context, positions, self.cache, i)
+        self._length += rows
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Rows of the drafter's own embedding, or of the target's."""
+        table = self.own_embedding or self.target_vocabulary[0].embed
+        return table(ids, self.config.input_embedding_scale)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits by the drafter's own head, or the target's; before multiplier and soft cap."""
+        return (self.own_head or self.target_vocabulary[0].head).from_float(hidden)
+
+    def forward(self, anchor: Tensor, rows: int) -> Tensor:
+        """Run one block of ``rows`` rows, E4 to E6.
+
+        Args:
+            anchor: int64 ``[1]``.
+            rows: anchor and masks.
+
+        Returns:
+            float32 ``[rows, hidden]`` after the final norm.
+        """
+        self.cache.reserve(self._length + rows)
+        block = Block(self._length, rows, self.device)
+        residual = self.embed(torch.cat([anchor, self.mask.expand(rows - 1)]))
+        y = None
+        for layer in self.layers:
+            y = layer.attend(y, residual, block, self.cache)
+            y = layer.feed_forward(y, residual, block)
+        return self.norm(y, residual)
+
+    def uniforms(self, draft_tokens: int, sampling: SamplingParams) -> Tensor:
+        """Uniform numbers of the draft tokens' positions, float32 ``[draft_tokens]``."""
+        first = self._length + 1
+        positions = torch.arange(first, first + draft_tokens, device=self.device)
+        return ops.uniform(torch.full_like(positions, sampling.seed), positions, DRAFT_STREAM)
+
+    def check_draft_tokens(self, draft_tokens: int) -> None:
+        """Refuse a block that the drafter was not trained for."""
+        if not 1 <= draft_tokens <= self.config.max_draft_tokens:
+            raise ValueError(
+                f"draft_tokens must be 1..{self.config.max_draft_tokens} for this drafter "
+                f"(block size {self.config.block_size}), got {draft_tokens}"
+            )
+
+    def propose(self, anchor: Tensor, draft_tokens: int, sampling: SamplingParams) -> Proposal:
+        """Draft one block: rows 1.. of the block predict the tokens at their own positions, E8."""
+        self.check_draft_tokens(draft_tokens)
+        logits = self.head(self.forward(anchor, draft_tokens + 1)[1:])
+        c = self.config
+        multiplier, softcap = c.output_multiplier, c.final_logit_softcapping
+        if sampling.greedy:
+            ids = ops.head_topk(logits, 1, multiplier, softcap)[1].view(1, -1)
+            return Proposal(self._target_ids(ids), self._offered(draft_tokens))
+        q = ops.sampling_probs(
+            logits, *sampling_rows(sampling, draft_tokens, self.device), multiplier, softcap
+        )
+        ids = ops.categorical(q, self.uniforms(draft_tokens, sampling)).view(1, -1)
+        if self.d2t is not None:
+            full = q.new_zeros(draft_tokens, self.config.vocab_size)
+            q = full.index_copy_(1, self.d2t, q)
+        return Proposal(self._target_ids(ids), self._offered(draft_tokens), q=q[None])
+
+    def _target_ids(self, ids: Tensor) -> Tensor:
+        return ids if self.d2t is None else self.d2t[ids]
+
+    def _offered(self, draft_tokens: int) -> Tensor:
+        return torch.full((1,), draft_tokens, dtype=torch.int32, device=self.device)

@@ -1,0 +1,62 @@
+"""DSpark: a DFlash backbone with a Markov chain over the block and a confidence head."""
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..decoding.proposal import Proposal
+from ..decoding.sampling import SamplingParams
+from ..nn import QuantEmbedding, QuantLinear
+from .base import register
+from .dflash import DFlash, Tensors
+
+__all__ = ["DSpark"]
+
+
+@register("dspark")
+class DSpark(DFlash):
+    """DSpark drafter with the vanilla Markov head: the arguments are DFlash's."""
+
+    confidence_weight: Tensor | None
+    confidence_bias: Tensor | None
+
+    def _load(self, t: Tensors) -> None:
+        self.w1 = QuantEmbedding(t.weight("markov_head.markov_w1.weight"))
+        self.w2 = QuantLinear([t.weight("markov_head.markov_w2.weight")])
+        weight = t.optional_floats("confidence_head.proj.weight")
+        self.register_buffer(
+            "confidence_weight", None if weight is None else weight.reshape(-1), persistent=False
+        )
+        bias = t.optional_floats("confidence_head.proj.bias")
+        self.register_buffer("confidence_bias", bias, persistent=False)
+
+    def propose(self, anchor: Tensor, draft_tokens: int, sampling: SamplingParams) -> Proposal:
+        """Draft one block: each token conditions the next through the Markov table (E10, E11)."""
+        self.check_draft_tokens(draft_tokens)
+        if self.config.sample_from_anchor:
+            hidden = self.forward(anchor, draft_tokens)
+        else:
+            hidden = self.forward(anchor, draft_tokens + 1)[1:]
+        tokens, q, confidence = ops.markov_chain(
+            self.head(hidden)[None],
+            hidden[None],
+            anchor,
+            self.w1.packed,
+            self.w1.ggml_type,
+            self.w2.weight,
+            self.w2.types[0],
+            self.confidence_weight,
+            self.confidence_bias,
+            self.config.logit_scale,
+            self.d2t,
+            torch.full((1,), sampling.temperature, device=self.device),
+            self.uniforms(draft_tokens, sampling).view(1, -1),
+        )
+        scored = confidence if self.confidence_weight is not None else None
+        offered = self._offered(draft_tokens)
+        if sampling.greedy:
+            return Proposal(tokens, offered, confidence=scored)
+        if self.d2t is not None:
+            full = q.new_zeros(*q.shape[:2], self.config.vocab_size)
+            q = full.index_copy_(2, self.d2t, q)
+        return Proposal(tokens, offered, q=q, confidence=scored)

@@ -1,0 +1,171 @@
+"""State of one sequence in a native target: KV caches, convolution windows, GDN states."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..decoding.kv_cache import KVCache
+
+__all__ = ["GDNShape", "RecurrentState", "StateKind", "Step", "TargetState"]
+
+StateKind = Literal["journal", "snapshots"]
+SLOT = 1  # slot 0 is the null slot
+
+
+@dataclass(frozen=True)
+class GDNShape:
+    """Sizes of a Gated DeltaNet layer.
+
+    Attributes:
+        k_heads, v_heads: heads of q and k, of v.
+        k_dim, v_dim: values per head.
+        taps: of the convolution over q, k and v.
+    """
+
+    k_heads: int
+    v_heads: int
+    k_dim: int
+    v_dim: int
+    taps: int
+
+    @property
+    def channels(self) -> int:
+        """Columns of q|k|v."""
+        return 2 * self.k_heads * self.k_dim + self.v_heads * self.v_dim
+
+
+class Step:
+    """Row offsets of one forward pass of one sequence, on the device.
+
+    Attributes:
+        positions: int64 ``[rows]``; also the rows of the caches.
+        cu_seqlens: int32 ``[2]``.
+        lengths: int32 ``[1]``, keys including these rows.
+        slot: prefill only: where the recurrent state is, int32 ``[1]``; its rows are committed as
+            they run.
+    """
+
+    def __init__(
+        self, start: int, rows: int, device: torch.device, slot: Tensor | None = None
+    ) -> None:
+        self.rows, self.slot = rows, slot
+        self.positions = torch.arange(start, start + rows, device=device)
+        self.cu_seqlens = torch.tensor([0, rows], dtype=torch.int32, device=device)
+        self.lengths = torch.tensor([start + rows], dtype=torch.int32, device=device)
+
+
+class RecurrentState:
+    """Convolution windows and GDN states of every recurrent layer, with rollback.
+
+    ``journal`` keeps one base state and the rows of the last verification as (k, u, decay): the
+    next step replays those that were accepted. ``snapshots`` keeps the state after every row.
+
+    Args:
+        shape: of one layer.
+        layers: number of recurrent layers.
+        max_rows: most rows of one step.
+        kind: how rejected rows are rolled back.
+        dtype: of the GDN state, float32 or bfloat16.
+        device: where it lives.
+    """
+
+    def __init__(
+        self,
+        shape: GDNShape,
+        layers: int,
+        max_rows: int,
+        kind: StateKind,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        s, self.kind, self.max_rows = shape, kind, max_rows
+        self.device = device
+        slots = 2 if kind == "journal" else 1 + max_rows
+
+        def zeros(*size: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+            return [torch.zeros(*size, dtype=dtype, device=device) for _ in range(layers)]
+
+        self.conv = zeros(2, s.taps - 2 + max_rows, s.channels)
+        self.state = zeros(slots, s.v_heads, s.v_dim, s.k_dim, dtype=dtype)
+        if kind == "journal":
+            self.journal_k = zeros(2, 2, max_rows, s.k_heads, s.k_dim)
+            self.journal_u = zeros(2, 2, max_rows, s.v_heads, s.v_dim)
+            self.journal_decay = zeros(2, 2, max_rows, s.v_heads)
+        self.slots = torch.tensor([SLOT], dtype=torch.int32, device=device)
+        self.indices = torch.arange(1, slots, dtype=torch.int32, device=device).view(1, -1)
+        self.conv_accepted = torch.ones(1, dtype=torch.int32, device=device)
+        self.accepted = torch.zeros(1, dtype=torch.int32, device=device)
+        self.parity = torch.zeros(1, dtype=torch.int32, device=device)
+        self._pending = 0  # rows of the journal that belong to the sequence but not to the base
+        self.reset()
+
+    def reset(self) -> None:
+        """Back to the empty sequence."""
+        for window in self.conv:
+            window.zero_()
+        for state in self.state:
+            state.zero_()
+        self._set(conv=1, accepted=0 if self.kind == "journal" else 1)
+        self.parity.zero_()
+        self._pending = 0
+
+    def _set(self, conv: int, accepted: int) -> None:
+        self.conv_accepted.fill_(conv)
+        self.accepted.fill_(accepted)
+
+    def begin_prefill(self) -> Tensor:
+        """Make one slot hold the state after all committed rows.
+
+        Returns:
+            that slot, int32 ``[1]``; the rows of a prefill go on from it, in place.
+        """
+        if self.kind == "snapshots":
+            return self.indices[0, self.accepted.to(torch.int64) - 1]
+        if self._pending:
+            for i, state in enumerate(self.state):
+                ops.gdn_commit(
+                    state,
+                    self.slots,
+                    self.accepted,
+                    self.parity,
+                    self.journal_k[i],
+                    self.journal_u[i],
+                    self.journal_decay[i],
+                    True,
+                )
+            self.accepted.zero_()
+            self._pending = 0
+        return self.slots
+
+    def end_prefill(self, rows: int) -> None:
+        """Note that the last call committed all of its ``rows``."""
+        self.conv_accepted.fill_(rows)
+
+    def commit(self, rows: int) -> None:
+        """Keep the first ``rows`` rows of the last verification."""
+        self._set(conv=rows, accepted=rows)
+        if self.kind == "journal":
+            self.parity.bitwise_xor_(1)
+            self._pending = rows
+
+
+class TargetState:
+    """All state of one sequence.
+
+    Attributes:
+        length: committed tokens.
+        kv: caches of the attention layers.
+        recurrent: windows and states of the GDN layers; None without such layers.
+    """
+
+    def __init__(self, kv: KVCache, recurrent: RecurrentState | None) -> None:
+        self.length, self.kv, self.recurrent = 0, kv, recurrent
+
+    def reset(self) -> None:
+        """Back to the empty sequence; K and V rows stay, and are never read."""
+        self.length = 0
+        if self.recurrent is not None:
+            self.recurrent.reset()

@@ -1,0 +1,43 @@
+"""The two ends of a model: token ids to rows, rows to logits."""
+
+from torch import Tensor, nn
+
+from .. import ops
+from ..gguf.tensor import QuantTensor
+from .linear import QuantLinear
+
+__all__ = ["QuantEmbedding", "Vocabulary"]
+
+
+class QuantEmbedding(nn.Module):
+    """Rows of a quantized table, as they lie in the file.
+
+    Args:
+        table: ``[vocabulary, hidden]`` of any GGUF type.
+    """
+
+    packed: Tensor
+
+    def __init__(self, table: QuantTensor) -> None:
+        super().__init__()
+        self.register_buffer("packed", table.packed, persistent=False)
+        self.ggml_type, self.rows, self.columns = table.ggml_type, table.rows, table.columns
+
+    def forward(self, ids: Tensor, scale: float = 1.0) -> Tensor:
+        """int64 ``[rows]`` -> float32 ``[rows, hidden]``, times ``scale``."""
+        return ops.embed_rows(self.packed, self.ggml_type, ids, scale)
+
+
+class Vocabulary(nn.Module):
+    """Embedding and output head that a target owns and its drafters share.
+
+    Args:
+        embedding: ``[vocabulary, hidden]``.
+        head: ``[vocabulary, hidden]``; None ties it to the embedding.
+    """
+
+    def __init__(self, embedding: QuantTensor, head: QuantTensor | None = None) -> None:
+        super().__init__()
+        self.embed = QuantEmbedding(embedding)
+        self.head = QuantLinear([embedding if head is None else head])
+        self.size = self.head.rows[0]
