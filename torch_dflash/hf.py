@@ -1,6 +1,5 @@
 """Hugging Face folders: config.json and safetensors weights, checked and without a copy."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -8,16 +7,13 @@ from typing import Any, Final
 from safetensors import SafetensorError, safe_open
 
 from .gguf import QuantTensor
+from .jsonfile import CheckpointError, read_json
 
 __all__ = ["CheckpointError", "open_safetensors", "read_config"]
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _MAX_CONFIG: Final = 8 << 20  # bytes; published ones have a few kB
 _MAX_INDEX: Final = 64 << 20
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that is not what it must be: ``<file>: <what must hold>, got <...>``."""
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
@@ -31,7 +27,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
             object.
     """
     path = Path(path)
-    return _read_json(path / "config.json" if path.is_dir() else path, _MAX_CONFIG)
+    return read_json(path / "config.json" if path.is_dir() else path, _MAX_CONFIG)
 
 
 def open_safetensors(path: str | Path, *, check: bool = True) -> dict[str, QuantTensor]:
@@ -68,7 +64,7 @@ def open_safetensors(path: str | Path, *, check: bool = True) -> dict[str, Quant
 
 
 def _open_shards(index: Path, check: bool) -> dict[str, QuantTensor]:
-    weight_map = _read_json(index, _MAX_INDEX).get("weight_map")
+    weight_map = read_json(index, _MAX_INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: weight_map must be a non-empty object, got {weight_map!r}")
     for name, shard in weight_map.items():
@@ -110,7 +106,10 @@ def _open_shards(index: Path, check: bool) -> dict[str, QuantTensor]:
 
 def _open_file(path: Path, check: bool) -> Iterator[tuple[str, QuantTensor]]:
     if not path.is_file():  # a FIFO would block
-        raise CheckpointError(f"{path}: must be a file, got {_kind(path)}")
+        raise CheckpointError(
+            f"{path}: must be a file, got "
+            f"{'a folder or device' if path.exists() else 'nothing there'}"
+        )
     try:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
@@ -134,32 +133,5 @@ def _wrap(path: Path, name: str, data: Any, check: bool) -> QuantTensor:
     return tensor
 
 
-def _read_json(path: Path, limit: int) -> dict[str, Any]:
-    if not path.is_file():
-        raise CheckpointError(f"{path}: must be a file, got {_kind(path)}")
-    size = path.stat().st_size
-    if size > limit:
-        raise CheckpointError(f"{path}: must have at most {limit} bytes, got {size}")
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:  # JSONDecodeError, UnicodeDecodeError, _unique
-        raise CheckpointError(f"{path}: must be UTF-8 JSON, got: {error}") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: must hold an object, got {type(value).__name__}")
-    return value
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) != len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"key {next(k for k in keys if keys.count(k) > 1)!r} twice")
-    return value
-
-
 def _is_file_name(name: str) -> bool:
     return name.endswith(".safetensors") and not set(name) & set("/\\:\0")
-
-
-def _kind(path: Path) -> str:
-    return "a folder or device" if path.exists() else "nothing there"

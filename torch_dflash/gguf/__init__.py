@@ -1,9 +1,13 @@
 """GGUF files: reader, writer, tensors and tokenizer."""
 
 from .header import GGUFArray, GGUFError, TensorInfo, Value
+from .qwen35 import group_v_heads, qwen35_metadata, qwen35_tensors, tile_v_heads
 from .reader import GGUFFile
 from .tensor import QuantTensor
+from .tokenizer import StreamDecoder, Tokenizer, TokenType, tokenizer_from_gguf
 from .types import TYPES, GGMLType
+from .vocabulary import tokenizer_metadata
+from .writer import Typed, typed_metadata, write_gguf
 
 __all__ = [
     "TYPES",
@@ -12,6 +16,18 @@ __all__ = [
     "GGUFError",
     "GGUFFile",
     "QuantTensor",
+    "StreamDecoder",
     "TensorInfo",
+    "TokenType",
+    "Tokenizer",
+    "Typed",
     "Value",
+    "group_v_heads",
+    "qwen35_metadata",
+    "qwen35_tensors",
+    "tile_v_heads",
+    "tokenizer_from_gguf",
+    "tokenizer_metadata",
+    "typed_metadata",
+    "write_gguf",
 ]
