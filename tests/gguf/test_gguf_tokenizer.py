@@ -76,7 +76,7 @@ def test_smollm2_equals_its_own_tokenizer(smollm2, smollm2_metadata):
         ids = tokenizer.encode(text)
         assert ids == oracle.encode(text).ids
         assert tokenizer.decode(ids, skip_control=False) == text
-    assert tokenizer.end_ids == {0, 2}  # <|endoftext|>, <|im_end|>
+    assert tokenizer.eos_ids == {0, 2}  # <|endoftext|>, <|im_end|>
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id, tokenizer.mask_id) == (
         1,
         2,
@@ -181,7 +181,7 @@ def test_a_folder_survives_the_way_through_gguf(folder, tokenizer):
         special[0],
         special[3],
     )
-    assert tokenizer.end_ids == {special[0], special[2]}
+    assert tokenizer.eos_ids == {special[0], special[2]}
     assert tokenizer.control_ids == {*special}
     assert tokenizer.vocab_size == 320
 
@@ -298,11 +298,11 @@ def test_llama3_takes_whole_words_before_merges():
     assert build(pre="llama-bpe", tokens=tokens, token_type=types).encode("abc") == [5, 7]
 
 
-def test_end_ids():
-    assert build().end_ids == {6}
-    assert build(eos_token_id=5, eot_token_id=0).end_ids == {0, 5, 6}
+def test_eos_ids():
+    assert build().eos_ids == {6}
+    assert build(eos_token_id=5, eot_token_id=0).eos_ids == {0, 5, 6}
     normal = [1] * 8  # a text may contain the name: only a marked token ends anything
-    assert build(token_type=normal, eos_token_id=5).end_ids == {5}
+    assert build(token_type=normal, eos_token_id=5).eos_ids == {5}
 
 
 def test_text_the_vocabulary_cannot_express():

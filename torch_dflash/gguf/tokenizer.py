@@ -64,7 +64,7 @@ class Tokenizer:
     Attributes:
         vocab_size: number of tokens, unused ones included.
         bos_id, eos_id, pad_id, mask_id: ids, or None where the file has none.
-        end_ids: every id that ends a generation.
+        eos_ids: every id that ends a generation.
         control_ids: ids of control tokens: markers that are not part of a text.
         add_bos, add_eos: what ``encode(add_special=True)`` adds.
         chat_template: the template, or None.
@@ -97,7 +97,7 @@ class Tokenizer:
         self.control_ids = frozenset(
             i for i, t in enumerate(self._types) if t in (TokenType.CONTROL, TokenType.UNKNOWN)
         )
-        self.end_ids = frozenset(i for name in _END_KEYS if (i := ids[name]) is not None) | {
+        self.eos_ids = frozenset(i for name in _END_KEYS if (i := ids[name]) is not None) | {
             i
             for i, token in enumerate(self._tokens)
             if token in _END_NAMES and self._types[i] in _MARKED
