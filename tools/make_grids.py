@@ -4,7 +4,7 @@
     python tools/make_grids.py --check    # fail when it differs
 
 A grid row is 8 (or 4) small indices into a handful of levels. We keep the indices, a row per
-16-bit word, and map them to levels with a packed constant: 9 kB for all grids together.
+16-bit word, 9 kB for all grids together, and compute the level of an index.
 """
 
 import argparse
@@ -20,7 +20,8 @@ PREAMBLE = """\
 // Code tables of the IQ formats. Written by tools/make_grids.py from gguf-py; do not edit.
 //
 // A grid row is one 16-bit word of indices, the first in the low bits. The tables are static
-// variables of functions, so that host and device each get a copy.
+// variables of functions, so that host and device each get a copy. Levels are a line plus a
+// deviation of four bits: shifts and adds stay vector instructions where a table would not.
 #pragma once
 #include "core/formats/format.h"
 
@@ -29,7 +30,7 @@ namespace dflash {
 
 SIGNS = """
 // Eight sign bits whose number is even: seven are stored, the eighth completes the parity.
-DFLASH_HD uint32_t even_signs(uint32_t seven) {
+DFLASH_HD constexpr uint32_t even_signs(uint32_t seven) {
   uint32_t parity = seven ^ seven >> 4;
   parity ^= parity >> 2;
   parity ^= parity >> 1;
@@ -37,7 +38,7 @@ DFLASH_HD uint32_t even_signs(uint32_t seven) {
 }
 
 // magnitude, negative when bit j of `signs` is set
-DFLASH_HD int with_sign(int magnitude, uint32_t signs, int j) {
+DFLASH_HD constexpr int with_sign(int magnitude, uint32_t signs, int j) {
   const int negative = int(signs >> j & 1);
   return (magnitude ^ -negative) + negative;
 }
@@ -48,15 +49,17 @@ def even_signs(seven: int) -> int:
     return seven | (seven.bit_count() & 1) << 7
 
 
-def values(name: str, comment: str, table: tuple[int, ...]) -> str:
-    numbers = ", ".join(map(str, table))
-    return f"""
-// {comment}
-DFLASH_HD int {name}(int nibble) {{
-  static constexpr int8_t table[16] = {{{numbers}}};
-  return table[nibble];
-}}
-"""
+def line(table: tuple[int, ...]) -> str:
+    """An expression of int i for table[i]: a line plus a deviation of four bits."""
+    step = (table[-1] - table[0]) // (len(table) - 1)
+    deviation = [level - step * i for i, level in enumerate(table)]
+    first = min(deviation)
+    nibbles = [d - first for d in deviation]
+    assert max(nibbles) < 16, table
+    text = f"{step} * i" if step > 1 else "i"
+    text += f" - {-first}" if first < 0 else f" + {first}" if first else ""
+    packed = sum(n << 4 * i for i, n in enumerate(nibbles))
+    return text + (f" + int(0x{packed:x}u >> 4 * i & 15)" if packed else "")
 
 
 def rows(name: str, quant) -> str:
@@ -80,19 +83,36 @@ DFLASH_HD uint32_t {name}_row(int row) {{
 def levels(name: str, quant) -> str:
     """Index j of a word -> level."""
     bits = 2 if len(quant.grid_map) <= 4 else 3
-    steps = [b - a for a, b in zip(quant.grid_map, quant.grid_map[1:], strict=False)]
     text = ", ".join(map(str, quant.grid_map))
-    index = f"int(word >> {bits} * j & {(1 << bits) - 1})"
-    if len(set(steps)) == 1:
-        level = f"{steps[0]} * {index} + {quant.grid_map[0]}".replace("1 * ", "", steps[0] == 1)
-        level = level.replace("+ -", "- ")
-    else:
-        packed = sum(level << 8 * i for i, level in enumerate(quant.grid_map))
-        suffix = "u" if packed < 1 << 32 else "ull"
-        level = f"int(0x{packed:x}{suffix} >> 8 * ({index}) & 255)"
     return f"""
 // levels {text}
-DFLASH_HD int {name}_level(uint32_t word, int j) {{ return {level}; }}
+DFLASH_HD constexpr int {name}_level(uint32_t word, int j) {{
+  const int i = int(word >> {bits} * j & {(1 << bits) - 1});
+  return {line(quant.grid_map)};
+}}
+"""
+
+
+def iq4(table: tuple[int, ...]) -> str:
+    text = ", ".join(map(str, table))
+    return f"""
+// IQ4_NL and IQ4_XS: {text}
+DFLASH_HD constexpr int iq4_value(int nibble) {{
+  const int i = nibble & 7;
+  return nibble < 8 ? {line(table[:8])} : {line(table[8:])};
+}}
+"""
+
+
+def fp4(table: tuple[int, ...]) -> str:
+    text = ", ".join(map(str, table[:8]))
+    assert [-v for v in table[:8]] == list(table[8:])
+    return f"""
+// MXFP4 and NVFP4, twice an e2m1 number: {text}; the fourth bit is the sign
+DFLASH_HD constexpr int fp4_value(int nibble) {{
+  const int i = nibble & 7;
+  return with_sign({line(table[:8])}, nibble, 3);
+}}
 """
 
 
@@ -103,9 +123,9 @@ def header() -> str:
     assert quants.IQ2_XXS.grid_map == quants.IQ2_XS.grid_map == quants.IQ2_S.grid_map
     parts = [
         PREAMBLE,
-        values("iq4_value", "IQ4_NL and IQ4_XS", quants.IQ4_NL.kvalues),
-        values("fp4_value", "MXFP4 and NVFP4: twice an e2m1 number", quants.MXFP4.kvalues),
         SIGNS,
+        iq4(quants.IQ4_NL.kvalues),
+        fp4(quants.MXFP4.kvalues),
         levels("iq2", quants.IQ2_XXS),
         levels("iq3_xxs", quants.IQ3_XXS),
         levels("iq3_s", quants.IQ3_S),

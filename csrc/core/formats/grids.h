@@ -1,27 +1,15 @@
 // Code tables of the IQ formats. Written by tools/make_grids.py from gguf-py; do not edit.
 //
 // A grid row is one 16-bit word of indices, the first in the low bits. The tables are static
-// variables of functions, so that host and device each get a copy.
+// variables of functions, so that host and device each get a copy. Levels are a line plus a
+// deviation of four bits: shifts and adds stay vector instructions where a table would not.
 #pragma once
 #include "core/formats/format.h"
 
 namespace dflash {
 
-// IQ4_NL and IQ4_XS
-DFLASH_HD int iq4_value(int nibble) {
-  static constexpr int8_t table[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
-                                       1,    13,   25,  38,  53,  69,  89,  113};
-  return table[nibble];
-}
-
-// MXFP4 and NVFP4: twice an e2m1 number
-DFLASH_HD int fp4_value(int nibble) {
-  static constexpr int8_t table[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
-  return table[nibble];
-}
-
 // Eight sign bits whose number is even: seven are stored, the eighth completes the parity.
-DFLASH_HD uint32_t even_signs(uint32_t seven) {
+DFLASH_HD constexpr uint32_t even_signs(uint32_t seven) {
   uint32_t parity = seven ^ seven >> 4;
   parity ^= parity >> 2;
   parity ^= parity >> 1;
@@ -29,29 +17,46 @@ DFLASH_HD uint32_t even_signs(uint32_t seven) {
 }
 
 // magnitude, negative when bit j of `signs` is set
-DFLASH_HD int with_sign(int magnitude, uint32_t signs, int j) {
+DFLASH_HD constexpr int with_sign(int magnitude, uint32_t signs, int j) {
   const int negative = int(signs >> j & 1);
   return (magnitude ^ -negative) + negative;
 }
 
+// IQ4_NL and IQ4_XS: -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113
+DFLASH_HD constexpr int iq4_value(int nibble) {
+  const int i = nibble & 7;
+  return nibble < 8 ? 16 * i - 127 + int(0x59ceec70u >> 4 * i & 15)
+                    : 16 * i - 11 + int(0xc400148cu >> 4 * i & 15);
+}
+
+// MXFP4 and NVFP4, twice an e2m1 number: 0, 1, 2, 3, 4, 6, 8, 12; the fourth bit is the sign
+DFLASH_HD constexpr int fp4_value(int nibble) {
+  const int i = nibble & 7;
+  return with_sign(i + int(0x52100000u >> 4 * i & 15), nibble, 3);
+}
+
 // levels 8, 25, 43
-DFLASH_HD int iq2_level(uint32_t word, int j) {
-  return int(0x2b1908u >> 8 * (int(word >> 2 * j & 3)) & 255);
+DFLASH_HD constexpr int iq2_level(uint32_t word, int j) {
+  const int i = int(word >> 2 * j & 3);
+  return 17 * i + 8 + int(0x100u >> 4 * i & 15);
 }
 
 // levels 4, 12, 20, 28, 36, 44, 52, 62
-DFLASH_HD int iq3_xxs_level(uint32_t word, int j) {
-  return int(0x3e342c241c140c04ull >> 8 * (int(word >> 3 * j & 7)) & 255);
+DFLASH_HD constexpr int iq3_xxs_level(uint32_t word, int j) {
+  const int i = int(word >> 3 * j & 7);
+  return 8 * i + 4 + int(0x20000000u >> 4 * i & 15);
 }
 
 // levels 1, 3, 5, 7, 9, 11, 13, 15
-DFLASH_HD int iq3_s_level(uint32_t word, int j) {
-  return 2 * int(word >> 3 * j & 7) + 1;
+DFLASH_HD constexpr int iq3_s_level(uint32_t word, int j) {
+  const int i = int(word >> 3 * j & 7);
+  return 2 * i + 1;
 }
 
 // levels -1, 0, 1
-DFLASH_HD int iq1_level(uint32_t word, int j) {
-  return int(word >> 2 * j & 3) - 1;
+DFLASH_HD constexpr int iq1_level(uint32_t word, int j) {
+  const int i = int(word >> 2 * j & 3);
+  return i - 1;
 }
 
 // 8 indices of 2 bits

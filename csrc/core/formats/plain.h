@@ -20,7 +20,7 @@ struct BF16 {
   static constexpr int kType = 30, kElems = 1, kBytes = 2;
 
   DFLASH_HD static float value(const uint8_t* quant) {
-    return bit_cast<float>(load_u16(quant) << 16);
+    return bf16_bits_to_float(uint16_t(load_u16(quant)));
   }
 };
 
