@@ -94,13 +94,13 @@ constexpr const char* kAccept = "dflash::accept";
 
 // One sequence of `accept`.
 struct Verification {
-  const int64_t* draft;  // [N]
-  int32_t offered;       // <= N
-  const float* probs;    // [N + 1, vocab]
-  const int64_t* q_ids;  // [N, candidates] or null
-  const float* q;        // [N, candidates], [N, vocab] or null
-  const float* uniform;  // [N]
-  float bonus_uniform;
+  const int64_t* draft;        // [N]
+  int32_t offered;             // <= N
+  const float* probs;          // [N + 1, vocab]
+  const int64_t* q_ids;        // [N, candidates] or null
+  const float* q;              // [N, candidates], [N, vocab] or null
+  const float* uniform;        // [N]
+  const float* bonus_uniform;  // [N + 1], by the position that is drawn
   int64_t vocab, candidates, sequence;
 
   float draft_probability(int64_t i) const {
@@ -132,10 +132,6 @@ struct Verification {
       out[q_ids[k]] = residual(out[q_ids[k]], q[k]);
   }
 
-  int64_t draw(const float* p, float* sums) const {
-    return sampling_kernels().draw(p, vocab, bonus_uniform, sums);
-  }
-
   // Accepted tokens; *next is the token after them.
   int32_t run(float* scratch, float* sums, int64_t* next) const {
     int32_t i = 0;
@@ -150,14 +146,18 @@ struct Verification {
         break;
       }
     }
-    check_uniform(kAccept, "bonus_uniform", bonus_uniform, sequence);
+    const float bonus = bonus_uniform[i];
+    check_uniform(kAccept, "bonus_uniform", bonus, sequence);
+    const auto draw = [&](const float* p) {
+      return sampling_kernels().draw(p, vocab, bonus, sums);
+    };
     *next = kNoMass;
     if (rejected) {
       write_residual(i, scratch);
-      *next = draw(scratch, sums);
+      *next = draw(scratch);
     }
     // nothing rejected, or the residual is empty: the target's own distribution
-    if (*next == kNoMass) *next = draw(probs + i * vocab, sums);
+    if (*next == kNoMass) *next = draw(probs + i * vocab);
     STD_TORCH_CHECK(*next >= 0, kAccept, ": probs and q must be probabilities, got ",
                     *next == kNoMass ? "a row of sum 0 or infinity" : "a negative number or NaN",
                     " at sequence ", sequence, ", row ", i);
@@ -197,7 +197,7 @@ std::tuple<Tensor, Tensor> accept(const Tensor& draft, const Tensor& offered, co
                                 ids ? ids + s * N * K : nullptr,
                                 q_data ? q_data + s * N * K : nullptr,
                                 u + s * N,
-                                bonus[s],
+                                bonus + s * (N + 1),
                                 V,
                                 K,
                                 s};

@@ -129,8 +129,11 @@ inline AcceptPlan plan_accept(const Tensor& draft, const Tensor& offered, const 
   check_argument(op, "uniform", uniform, ScalarType::Float, 2, "[sequences, tokens]", draft);
   check_size(op, "uniform", uniform, 0, plan.sequences, "sequences, as draft has");
   check_size(op, "uniform", uniform, 1, plan.tokens, "columns, as draft has");
-  check_argument(op, "bonus_uniform", bonus_uniform, ScalarType::Float, 1, "[sequences]", draft);
-  check_size(op, "bonus_uniform", bonus_uniform, 0, plan.sequences, "entries, one per sequence");
+  check_argument(op, "bonus_uniform", bonus_uniform, ScalarType::Float, 2,
+                 "[sequences, tokens + 1]", draft);
+  check_size(op, "bonus_uniform", bonus_uniform, 0, plan.sequences, "sequences, as draft has");
+  check_size(op, "bonus_uniform", bonus_uniform, 1, plan.tokens + 1,
+             "columns, one more than draft");
   return plan;
 }
 

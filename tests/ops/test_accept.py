@@ -1,9 +1,7 @@
 """accept and accept_greedy: z-lab's numbers, exact marginals, statistics, edges, refusals."""
 
 import math
-import os
 from fractions import Fraction
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +9,6 @@ import torch
 from torch_dflash import ops
 from torch_dflash.reference import sampling as reference
 
-FIXTURES = Path(os.environ.get("DFLASH_FIXTURES", Path(__file__).parents[3] / "shared/fixtures"))
 LARGEST_UNIFORM = 1 - 2**-24
 
 
@@ -24,20 +21,18 @@ def grid(n):
 
 
 @pytest.mark.parametrize("name", ["rejection_dense", "rejection_sparse"])
-def test_z_lab(name):
-    path = FIXTURES / f"accept/{name}.safetensors"
-    if not path.exists():
-        pytest.skip(f"no {path}; set DFLASH_FIXTURES")
+def test_z_lab(name, fixtures):
     from safetensors.torch import load_file
 
-    case = load_file(path)
+    case = load_file(fixtures / f"accept/{name}.safetensors")
     draft, p, q, u, ids = case["drafts"], case["p"], case["q"], case["u"], case.get("cand")
     n, tokens = draft.shape
-    length, _ = ops.accept(draft, full(n, tokens), p, ids, q, u, torch.zeros(n))
+    length, _ = ops.accept(draft, full(n, tokens), p, ids, q, u, torch.zeros(n, tokens + 1))
     assert length.tolist() == case["accepted"].tolist()
 
     steps = 64
     draws = grid(steps)
+    bonus = draws[:, None].expand(steps, tokens + 1).contiguous()
     for s in range(n):
         args = (draft[s], tokens, p[s], None if ids is None else ids[s], q[s])
         want = reference.next_distribution(*args, int(length[s]))
@@ -47,7 +42,7 @@ def test_z_lab(name):
             None if a is None else a[s : s + 1].expand(steps, *a.shape[1:]).contiguous()
             for a in args
         )
-        got_length, got = ops.accept(d, full(steps, tokens), pp, ii, qq, uu, draws)
+        got_length, got = ops.accept(d, full(steps, tokens), pp, ii, qq, uu, bonus)
         assert (got_length == length[s]).all()
         upper = want.cumsum(0)[got]
         # float32 p - q against float64: 1e-6 of a probability
@@ -64,7 +59,7 @@ def marginal(p, q, mode, steps):
     probs = torch.tensor([[float(v) for v in p], [1.0] + [0.0] * (vocab - 1)])
     probs = probs.expand(rows, 2, vocab).contiguous()
     u = uniforms.repeat_interleave(steps)[:, None].contiguous()
-    bonus = uniforms.repeat(steps)
+    bonus = uniforms.repeat(steps)[:, None].expand(rows, 2).contiguous()
     result = [Fraction(0)] * vocab
     for d in candidates:
         weight = q[d]
@@ -120,7 +115,7 @@ def test_golden_g5():
     for token, chance in ((0, 5 / 7), (3, 1 / 3)):
         draft = torch.full((84, 1), token)
         length, _ = ops.accept(
-            draft, full(84, 1), probs, ids, q, grid(84)[:, None].contiguous(), torch.zeros(84)
+            draft, full(84, 1), probs, ids, q, grid(84)[:, None].contiguous(), torch.zeros(84, 2)
         )
         assert length.sum().item() / 84 == pytest.approx(chance, abs=1e-12)
     one = (draft[0], 1, probs[0], ids[0], q[0], 0)
@@ -171,7 +166,7 @@ def test_sampled_acceptance_has_the_target_distribution(mode):
         torch.stack(id_rows, 1).contiguous() if mode == "sparse" else None,
         None if mode == "one-hot" else torch.stack(q_rows, 1).contiguous(),
         torch.stack(u_rows, 1).contiguous(),
-        ops.uniform(seeds, position, 0),
+        torch.stack([ops.uniform(seeds, position + i, 0) for i in range(tokens + 1)], 1),
     )
     assert len(set(length.tolist())) == tokens + 1  # every outcome occurs
     for i in range(tokens + 1):
@@ -199,7 +194,7 @@ class TestEdges:
             q_ids,
             q,
             torch.tensor([[u]]),
-            torch.tensor([bonus]),
+            torch.full((1, 2), bonus),
         )
         return length.item(), nxt.item()
 
@@ -242,13 +237,13 @@ class TestEdges:
         for d in range(3):
             draft = torch.full((2, 1), d)
             length, nxt = ops.accept(
-                draft, full(2, 1), p, None, q, torch.full((2, 1), 0.99), torch.full((2,), 0.4)
+                draft, full(2, 1), p, None, q, torch.full((2, 1), 0.99), torch.full((2, 2), 0.4)
             )
             want = ops.accept_greedy(draft[:1], full(1, 1), torch.tensor([[1, 0]]))
             assert (length[0], nxt[0]) == (want[0][0], want[1][0])
             alone = ops.accept(
                 draft[1:], full(1, 1), p[1:], None, q[1:], torch.tensor([[0.99]]),
-                torch.tensor([0.4]),
+                torch.full((1, 2), 0.4),
             )  # fmt: skip
             assert (length[1], nxt[1]) == (alone[0][0], alone[1][0])
 
@@ -263,7 +258,7 @@ def random_batch(sequences=6, tokens=4, vocab=1500, candidates=3):
         ids.contiguous(),
         torch.softmax(torch.randn(sequences, tokens, candidates, generator=g), -1) / 700,
         torch.rand(sequences, tokens, generator=g),
-        torch.rand(sequences, generator=g),
+        torch.rand(sequences, tokens + 1, generator=g),
     ]
     return args
 
@@ -285,6 +280,7 @@ def test_what_was_not_offered_is_not_read():  # FORMATS 6, row 17: the actual ch
         ids[s, n:] = -7
         q[s, n:] = math.nan
         u[s, n:] = math.nan
+        bonus[s, n + 1 :] = math.nan
         probs[s, n + 1 :] = math.nan
     got = ops.accept(draft, offered, probs, ids, q, u, bonus)
     assert torch.equal(got[0], want[0])
@@ -336,8 +332,9 @@ class TestRefuses:
             (5, lambda t: t[:, 1:].contiguous(), "uniform must have 4 columns"),
             (5, lambda t: t.double(), "uniform must have dtype Float"),
             (5, lambda t: t + 1, r"uniform must be in \[0, 1\)"),
-            (6, lambda t: t[:, None], r"bonus_uniform must be \[sequences\]"),
-            (6, lambda t: t[1:], "bonus_uniform must have 6 entries"),
+            (6, lambda t: t[0], r"bonus_uniform must be \[sequences, tokens \+ 1\]"),
+            (6, lambda t: t[1:], "bonus_uniform must have 6 sequences"),
+            (6, lambda t: t[:, 1:].contiguous(), "bonus_uniform must have 5 columns"),
             (6, lambda t: t - 1, r"bonus_uniform must be in \[0, 1\)"),
         ],
     )

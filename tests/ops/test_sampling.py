@@ -13,8 +13,6 @@ import torch
 from torch_dflash import ops
 from torch_dflash.reference import sampling as reference
 
-FIXTURES = Path(os.environ.get("DFLASH_FIXTURES", Path(__file__).parents[3] / "shared/fixtures"))
-CASE = FIXTURES / "accept/sampling_probs.safetensors"
 LARGEST_UNIFORM = 1 - 2**-24
 
 
@@ -87,11 +85,10 @@ class TestUniform:
 
 
 class TestSamplingProbs:
-    @pytest.mark.skipif(not CASE.exists(), reason=f"no {CASE}; set DFLASH_FIXTURES")
-    def test_z_lab(self):
+    def test_z_lab(self, fixtures):
         from safetensors import safe_open
 
-        with safe_open(CASE, "pt") as f:
+        with safe_open(fixtures / "accept/sampling_probs.safetensors", "pt") as f:
             logits = f.get_tensor("logits")
             for i, (temperature, top_p, top_k) in enumerate(json.loads(f.metadata()["cases"])):
                 want = f.get_tensor(f"probs.{i}")

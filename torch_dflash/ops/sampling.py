@@ -130,7 +130,8 @@ def accept(
         q: what each draft token was drawn from, float32: over ``q_ids`` if given, else
             ``[sequences, tokens, vocab]``. None: the drafter was certain (one-hot).
         uniform: ``[sequences, tokens]`` float32 in [0, 1), for the acceptances.
-        bonus_uniform: ``[sequences]`` float32 in [0, 1), for the next token.
+        bonus_uniform: ``[sequences, tokens + 1]`` float32 in [0, 1), for the next token: the entry
+            of the position at which it is drawn is used.
 
     Returns:
         ``(length, next)``: accepted tokens int32 ``[sequences]`` and the token after them int64
@@ -144,7 +145,7 @@ def accept(
     Not differentiable.
 
     >>> p = torch.tensor([[[0.5, 0.5], [0.0, 1.0]]])
-    >>> u = torch.tensor([[0.4]]), torch.tensor([0.0])
+    >>> u = torch.tensor([[0.4]]), torch.tensor([[0.0, 0.0]])
     >>> accept(torch.tensor([[0]]), torch.tensor([1], dtype=torch.int32), p, None, None, *u)
     (tensor([1], dtype=torch.int32), tensor([1]))
     """

@@ -148,7 +148,7 @@ def accept(
         length = accepted_length(draft[s], n, probs[s], ids, row_q, u[s])
         nxt = next_distribution(draft[s], n, probs[s], ids, row_q, length)
         lengths.append(length)
-        tokens.append(int(categorical(nxt[None], bonus_u[s : s + 1])))
+        tokens.append(int(categorical(nxt[None], bonus_u[s, length : length + 1])))
     return torch.tensor(lengths, dtype=torch.int32), torch.tensor(tokens, dtype=torch.int64)
 
 

@@ -68,7 +68,7 @@ def accept(device: torch.device) -> Iterator[Args]:
             draft[1, 2] = -1
         offered = torch.randint(0, tokens + 1, (sequences,), generator=g, dtype=torch.int32)
         u = torch.rand(sequences, tokens, generator=g)
-        bonus = torch.rand(sequences, generator=g)
+        bonus = torch.rand(sequences, tokens + 1, generator=g)
         for q_ids, q in [(None, None), (None, dense), (ids.contiguous(), sparse)]:
             args = (draft, offered, probs, q_ids, q, u, bonus)
             yield tuple(None if a is None else a.to(device) for a in args)
