@@ -1,12 +1,13 @@
 """Reads typed values out of model configs and GGUF metadata, and remembers where each came from."""
 
+import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NoReturn, TypeVar
 
 from .hf import CheckpointError
 
-__all__ = ["CheckpointError", "Fields", "shape_text"]
+__all__ = ["CheckpointError", "Fields", "describe", "shape_text"]
 
 T = TypeVar("T", int, float, bool, str)
 
@@ -25,6 +26,23 @@ def shape_text(shape: Sequence[int]) -> str:
     '[2, 3]'
     """
     return str([*shape])
+
+
+def describe(config: Any, sources: Mapping[str, str], at: str = "") -> list[tuple[str, Any, str]]:
+    """``(field, value, source)`` of every field of a config dataclass, for people.
+
+    Nested dataclasses are spread out, as ``rope.theta``.
+    """
+    rows: list[tuple[str, Any, str]] = []
+    for field in dataclasses.fields(config):
+        name, value = at + field.name, getattr(config, field.name)
+        if name in ("sources", "notes"):
+            continue
+        if dataclasses.is_dataclass(value):
+            rows += describe(value, sources, f"{name}.")
+        else:
+            rows.append((name, value, sources.get(name, "default")))
+    return rows
 
 
 class Fields:

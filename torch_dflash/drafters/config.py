@@ -1,10 +1,10 @@
 """What a drafter is, as plain numbers: one dataclass for DFlash, DFlash2 and DSpark."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Literal, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
 
-from ..fields import CheckpointError
+from ..fields import CheckpointError, describe
 from .attention import LayerAttention
 from .rope import RopeConfig
 
@@ -100,21 +100,9 @@ class DrafterConfig:
         """Columns of ``target_hidden``: all captured layers side by side."""
         return len(self.target_layer_ids) * self.target_hidden_size
 
-    def describe(self) -> list[tuple[str, object, str]]:
+    def describe(self) -> list[tuple[str, Any, str]]:
         """``(field, value, source)`` of every field, for people; the rope is spread out."""
-        rows: list[tuple[str, object, str]] = []
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if f.name in ("sources", "notes"):
-                continue
-            if isinstance(value, RopeConfig):
-                for g in fields(value):
-                    name = f"rope.{g.name}"
-                    rows.append((name, getattr(value, g.name), self.sources.get(name, "default")))
-                rows.append(("rope.attention_scaling", value.attention_scaling, "computed"))
-                continue
-            rows.append((f.name, value, self.sources.get(f.name, "default")))
-        return rows
+        return describe(self, self.sources)
 
 
 class TargetShape(Protocol):
