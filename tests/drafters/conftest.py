@@ -1,17 +1,11 @@
-"""Drafter configs and shapes to start from, and the folder of reference cases."""
+"""Drafter configs and shapes to start from."""
 
 import copy
-import os
-from pathlib import Path
 
 import pytest
 
 from torch_dflash.drafters.from_hf import config_from_hf
 from torch_dflash.drafters.tensors import tensor_table
-
-FIXTURES = Path(
-    os.environ.get("DFLASH_FIXTURES", Path(__file__).parents[2].parent / "shared" / "fixtures")
-)
 
 _BACKBONE = {
     "architectures": ["DFlashDraftModel"],
@@ -32,13 +26,6 @@ _BACKBONE = {
 }
 _SELECTOR = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 6, "selector_top_k": 5}
 _MARKOV = {"markov_rank": 10, "enable_confidence_head": True}
-
-
-@pytest.fixture
-def reference() -> Path:
-    if not FIXTURES.is_dir():
-        pytest.skip(f"no reference cases at {FIXTURES}; set DFLASH_FIXTURES")
-    return FIXTURES
 
 
 @pytest.fixture

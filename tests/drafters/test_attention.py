@@ -27,9 +27,9 @@ def from_gguf(arch="dflash", selector=False, layers=2, notes=None, **keys):
     return [(layer.window, layer.causal) for layer in out]
 
 
-def test_every_row_of_the_reference(reference):
+def test_every_row_of_the_reference(fixtures):
     """432 combinations as vLLM resolves them; none differs (A2 and B2 lie outside of the table)."""
-    rows = json.loads((reference / "config/attention.json").read_text())
+    rows = json.loads((fixtures / "config/attention.json").read_text())
     assert len(rows) == 432
     for types, is_causal, dflash, window, want in rows:
         keys = {"is_causal": is_causal, "sliding_window": window}

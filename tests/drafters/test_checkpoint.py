@@ -65,14 +65,14 @@ GGUF_CASES = (
 @pytest.mark.parametrize(
     "name", [*GGUF_CASES.split(" "), "dspark_speculators_bonus", "dspark_speculators_d2t"]
 )
-def test_gguf_holds_the_tensors_of_its_source(reference, name):
+def test_gguf_holds_the_tensors_of_its_source(fixtures, name):
     """Upstream's converter reorders interleaved rows and shifts d2t; reading undoes neither twice.
 
     The weights are exact in bf16, and the converter keeps bf16 or widens to float32, so all values
     must be equal.
     """
-    source = load_checkpoint(reference / "gguf" / name)
-    got = load_checkpoint(reference / "gguf" / name / "model.gguf")
+    source = load_checkpoint(fixtures / "gguf" / name)
+    got = load_checkpoint(fixtures / "gguf" / name / "model.gguf")
     assert (source.format, got.format) == ("hf", "gguf")
     assert got.tokenizer == got.path
     # the full-vocabulary head that speculators ships is a copy of the target's: dropped upstream
@@ -85,7 +85,7 @@ def test_gguf_holds_the_tensors_of_its_source(reference, name):
     assert source.config.rope_is_neox
     if name == "dflash_interleaved_rope":
         assert any("NeoX order" in n for n in source.config.notes)
-        stored = load_file(reference / "gguf" / name / "model.safetensors")
+        stored = load_file(fixtures / "gguf" / name / "model.safetensors")
         key = "layers.1.self_attn.k_norm.weight"
         assert torch.equal(a[key], torch.cat((stored[key][0::2], stored[key][1::2])))
         assert not torch.equal(a[key], stored[key])
@@ -318,8 +318,8 @@ def test_types_and_nan(folder):
 
 
 @pytest.mark.parametrize("name", ["gated", "rnn"])
-def test_heads_that_do_not_run_yet_can_be_inspected(reference, name):
-    path = reference / "dspark" / name
+def test_heads_that_do_not_run_yet_can_be_inspected(fixtures, name):
+    path = fixtures / "dspark" / name
     assert read_checkpoint(path).config.markov_head_type == name
     with pytest.raises(CheckpointError, match=f"'vanilla', got '{name}'.*not implemented yet"):
         load_checkpoint(path)

@@ -85,8 +85,8 @@ def from_file(path):
 
 
 @pytest.mark.parametrize("name", DFLASH)
-def test_reference_dflash(reference, name):
-    config = from_folder(reference / "dflash" / name)
+def test_reference_dflash(fixtures, name):
+    config = from_folder(fixtures / "dflash" / name)
     assert config.kind == ("dflash2" if name.startswith("d2") else "dflash")
     assert (config.hidden_size, config.head_dim, config.vocab_size) == (48, 16, 64)
     assert config.target_layer_ids == (1, 4, 9)
@@ -106,9 +106,9 @@ def test_reference_dflash(reference, name):
     assert config.attention_bias == (name == "d1_mha_bias_eps")
 
 
-def test_reference_dflash_details(reference):
+def test_reference_dflash_details(fixtures):
     def load(name):
-        return from_folder(reference / "dflash" / name)
+        return from_folder(fixtures / "dflash" / name)
 
     assert load("d1_mha_bias_eps").rms_norm_eps == 1e-2
     assert load("d1_mha_bias_eps").num_kv_heads == 4
@@ -131,8 +131,8 @@ def test_reference_dflash_details(reference):
 
 
 @pytest.mark.parametrize("name", DSPARK)
-def test_reference_dspark(reference, name):
-    config = from_folder(reference / "dspark" / name)
+def test_reference_dspark(fixtures, name):
+    config = from_folder(fixtures / "dspark" / name)
     assert config.kind == "dspark"
     assert config.markov_rank == 10
     assert config.markov_head_type == (name if name in ("gated", "rnn") else "vanilla")
@@ -151,17 +151,17 @@ def test_reference_dspark(reference, name):
 
 
 @pytest.mark.parametrize("name", ["dflash", "dflash2"])
-def test_reference_loop(reference, name):
-    config = from_folder(reference / "loop" / name)
+def test_reference_loop(fixtures, name):
+    config = from_folder(fixtures / "loop" / name)
     assert config.kind == name
     assert config.layers == (LayerAttention(24, False),) * 2
 
 
 @pytest.mark.parametrize("name", GGUF)
-def test_gguf_says_what_hugging_face_says(reference, name):
+def test_gguf_says_what_hugging_face_says(fixtures, name):
     """The files of upstream's converter resolve to the config of the checkpoint they came from."""
-    hf = from_folder(reference / "gguf" / name)
-    got = from_file(reference / "gguf" / name / "model.gguf")
+    hf = from_folder(fixtures / "gguf" / name)
+    got = from_file(fixtures / "gguf" / name / "model.gguf")
     assert got.num_target_layers is None  # has no key
     hf = replace(hf, num_target_layers=None, rope_is_neox=True)  # the converter reordered the rows
     for f in fields(DrafterConfig):

@@ -23,8 +23,8 @@ def hf_ids(dflash=None, **top):
     return layer_ids_from_hf(Fields("c", [("dflash_config.", dflash or {}), ("", top)]))
 
 
-def test_default_ids_match_the_reference(reference):
-    table = json.loads((reference / "config/default_layer_ids.json").read_text())
+def test_default_ids_match_the_reference(fixtures):
+    table = json.loads((fixtures / "config/default_layer_ids.json").read_text())
     assert len(table) >= 72
     for key, want in table.items():
         depth, count = map(int, key.split(","))

@@ -44,9 +44,9 @@ def test_frequencies_match_golden_values():
     assert RADIX.attention_scaling == pytest.approx(1.3465735902799727, rel=1e-15)
 
 
-def test_frequencies_match_transformers(reference):
-    tensors = load_file(reference / "rope/rope.safetensors")
-    for case in json.loads((reference / "rope/rope.json").read_text()):
+def test_frequencies_match_transformers(fixtures):
+    tensors = load_file(fixtures / "rope/rope.safetensors")
+    for case in json.loads((fixtures / "rope/rope.json").read_text()):
         rope = from_hf({"rope_parameters": case["rope_parameters"]}, case["head_dim"])
         inv, scaling = rope.inv_freq(), rope.attention_scaling
         assert scaling == pytest.approx(case["attention_scaling"], rel=1e-12)

@@ -1,8 +1,6 @@
 import json
 import logging
-import os
 from dataclasses import fields
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,17 +13,6 @@ from torch_dflash.models.config import DenseConfig, Qwen35Config
 from torch_dflash.models.from_gguf import read_target_config, target_config_from_gguf
 from torch_dflash.models.rows import grouped_v_heads, neox_qk, split_qkv
 from torch_dflash.models.tensors import target_table
-
-FIXTURES = Path(
-    os.environ.get("DFLASH_FIXTURES", Path(__file__).parents[2].parent / "shared" / "fixtures")
-)
-
-
-@pytest.fixture
-def reference():
-    if not FIXTURES.is_dir():
-        pytest.skip(f"no reference cases at {FIXTURES}; set DFLASH_FIXTURES")
-    return FIXTURES
 
 
 def metadata(arch="qwen35", **changes):
@@ -100,11 +87,11 @@ HYBRIDS = ["nk2_nv6", "nk2_nv4", "nk3_nv3_tied", "types_nk2_nv4"]
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
-def test_reference_hybrids(reference, name):
+def test_reference_hybrids(fixtures, name):
     """A file of upstream's converter says what the config.json it came from says."""
-    hf = json.loads((reference / "hybrid" / name / "config.json").read_text())
+    hf = json.loads((fixtures / "hybrid" / name / "config.json").read_text())
     hf = hf.get("text_config", hf)
-    with GGUFFile.open(reference / "gguf" / f"target_{name}.gguf") as file:
+    with GGUFFile.open(fixtures / "gguf" / f"target_{name}.gguf") as file:
         c = read_target_config(file)
         assert target_table(c).num_parameters == sum(
             torch.Size(t.shape).numel() for t in file.tensors.values()
@@ -135,8 +122,8 @@ def test_reference_hybrids(reference, name):
     assert (c.notes, c.num_nextn_layers, c.fused_qkv) == ((), 0, ())
 
 
-def test_nextn_layers_are_skipped_with_a_line(reference, caplog):
-    path = reference / "gguf/target_mtp_bf16.gguf"
+def test_nextn_layers_are_skipped_with_a_line(fixtures, caplog):
+    path = fixtures / "gguf/target_mtp_bf16.gguf"
     with (
         caplog.at_level(logging.WARNING, logger="torch_dflash"),
         GGUFFile.open(path) as file,
@@ -149,10 +136,10 @@ def test_nextn_layers_are_skipped_with_a_line(reference, caplog):
     ]
 
 
-def test_fused_qkv_means_another_tensor_on_full_layers(reference):
+def test_fused_qkv_means_another_tensor_on_full_layers(fixtures):
     with (
-        GGUFFile.open(reference / "gguf/target_fused_qkv_f16.gguf") as fused,
-        GGUFFile.open(reference / "gguf/target_nk2_nv4.gguf") as plain,
+        GGUFFile.open(fixtures / "gguf/target_fused_qkv_f16.gguf") as fused,
+        GGUFFile.open(fixtures / "gguf/target_nk2_nv4.gguf") as plain,
     ):
         config = read_target_config(fused)
         assert config.fused_qkv == (3,)
@@ -243,16 +230,16 @@ def test_llama_rows_return_to_neox_order():
     assert neox_qk(plain, *stored)[0] is stored[0]
 
 
-def test_grouped_v_heads(reference):
+def test_grouped_v_heads(fixtures):
     # tiled head j = rho * nk + kappa holds grouped head kappa * r + rho
     order = grouped_v_heads(3, 6)
     for kappa in range(3):
         for rho in range(2):
             assert order[kappa * 2 + rho] == rho * 3 + kappa
     # against upstream's converter: ssm_a = -exp(A_log), reordered
-    hf = load_file(reference / "hybrid/nk2_nv6/model.safetensors")
+    hf = load_file(fixtures / "hybrid/nk2_nv6/model.safetensors")
     name = next(n for n in hf if n.endswith("layers.0.linear_attn.A_log"))
-    with GGUFFile.open(reference / "gguf/target_nk2_nv6.gguf") as file:
+    with GGUFFile.open(fixtures / "gguf/target_nk2_nv6.gguf") as file:
         tiled = file.tensor("blk.0.ssm_a").to_dense()
     torch.testing.assert_close(tiled[grouped_v_heads(2, 6)], -hf[name].float().exp())
 
