@@ -10,7 +10,7 @@ from typing import Final
 
 from ..fields import CheckpointError
 
-__all__ = ["logical_names"]
+__all__ = ["logical_names", "upstream_name"]
 
 # logical -> names in GGUF files: upstream first, then lucebox's
 _GGUF: Final = {
@@ -145,6 +145,19 @@ def logical_names(where: str, names: Iterable[str], gguf: bool) -> dict[str, str
             )
         found[logical] = name
     return found
+
+
+def upstream_name(logical: str) -> str | None:
+    """Name of a tensor in an upstream ``dflash`` GGUF; None: the format has no place for it.
+
+    >>> upstream_name("layers.0.mlp.up_proj.weight")
+    'blk.0.ffn_up.weight'
+    """
+    layer = re.match(r"layers\.(\d+)\.(.+)", logical)
+    names = _GGUF_LAYER.get(layer[2]) if layer else _GGUF.get(logical)
+    if names is None:
+        return None
+    return f"blk.{layer[1]}.{names[0]}" if layer else names[0]
 
 
 def _from_hf(name: str) -> str | None:
