@@ -5,10 +5,10 @@ import random
 
 import pytest
 import torch
-from torch_dflash.decoding.proposal import Proposal
 
 from torch_dflash import ops
 from torch_dflash.decoding.loop import Session
+from torch_dflash.decoding.proposal import Proposal
 from torch_dflash.load import load_drafter, load_target
 from torch_dflash.policies import CostPolicy, FixedPolicy
 from torch_dflash.testing.tiny import tiny_drafter, tiny_hybrid

@@ -6,7 +6,6 @@ import torch
 
 from .drafters import Drafter, drafter_for
 from .drafters.checkpoint import load_checkpoint
-from .drafters.config import check_against_target
 from .models import load_target as _load_target
 from .models.decoder import Decoder
 from .models.state import StateKind
@@ -54,6 +53,5 @@ def load_drafter(
         CheckpointError: the checkpoint cannot be used, or was made for another target.
     """
     file = ASSETS / f"{path}.gguf" if str(path) in DRAFTERS else Path(path)
-    checkpoint = load_checkpoint(file)
-    check_against_target(checkpoint.config, target, str(file))
+    checkpoint = load_checkpoint(file, target=target)
     return drafter_for(checkpoint.config, checkpoint.tensors, target.vocabulary, kv_dtype)

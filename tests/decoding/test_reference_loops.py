@@ -4,11 +4,11 @@ import json
 
 import pytest
 from safetensors.torch import load_file
-from torch_dflash.drafters.checkpoint import load_checkpoint
 
 from torch_dflash.decoding.loop import Session
 from torch_dflash.decoding.stop import StopChecker
 from torch_dflash.drafters import drafter_for
+from torch_dflash.drafters.checkpoint import load_checkpoint
 from torch_dflash.models import load_target
 from torch_dflash.policies import FixedPolicy
 from torch_dflash.testing.tiny import dense_gguf_from_hf

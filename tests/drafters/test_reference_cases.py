@@ -3,10 +3,10 @@
 import pytest
 import torch
 from safetensors import safe_open
-from torch_dflash.drafters.checkpoint import load_checkpoint
 
 from torch_dflash.decoding.sampling import GREEDY
 from torch_dflash.drafters import drafter_for
+from torch_dflash.drafters.checkpoint import load_checkpoint
 from torch_dflash.gguf import GGUFFile, QuantTensor
 from torch_dflash.nn import Vocabulary
 

@@ -10,7 +10,7 @@ from ..decoding.kv_cache import KVCache
 from ..decoding.proposal import Proposal
 from ..decoding.sampling import SamplingParams, sampling_rows
 from ..gguf.tensor import QuantTensor
-from ..nn import QuantGLU, QuantLinear, RMSNorm, Vocabulary
+from ..nn import QuantEmbedding, QuantGLU, QuantLinear, RMSNorm, Vocabulary
 from .base import Drafter, register
 from .config import DrafterConfig
 
@@ -51,6 +51,11 @@ class Tensors:
         if all(b is None for b in found):
             return None
         return torch.cat([b for b in found if b is not None])
+
+
+def _as_row(vector: QuantTensor) -> QuantTensor:
+    """A vector as a table of one row."""
+    return QuantTensor(vector.packed, vector.ggml_type, (1, vector.columns))
 
 
 class Attention(nn.Module):
@@ -212,6 +217,8 @@ class DFlash(Drafter):
         self.mask: Tensor
         mask = torch.full((1,), config.mask_token_id, dtype=torch.int64)
         self.register_buffer("mask", mask, persistent=False)
+        mask_row = t.optional("mask_embedding")
+        self.mask_row = None if mask_row is None else QuantEmbedding(_as_row(mask_row))
         self._load(t)
         self.reset()
 
@@ -249,8 +256,11 @@ class DFlash(Drafter):
 
     def embed(self, ids: Tensor) -> Tensor:
         """Rows of the drafter's own embedding, or of the target's."""
-        table = self.own_embedding or self.target_vocabulary[0].embed
-        return table(ids, self.config.input_embedding_scale)
+        scale = self.config.input_embedding_scale
+        rows = (self.own_embedding or self.target_vocabulary[0].embed)(ids, scale)
+        if self.mask_row is not None:  # replaces every row of the mask token, the anchor's too
+            rows[ids == self.config.mask_token_id] = self.mask_row(torch.zeros_like(ids[:1]), scale)
+        return rows
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits by the drafter's own head, or the target's; before multiplier and soft cap."""
