@@ -78,7 +78,7 @@ def _target(path: Path, tensors: bool) -> dict[str, Any]:
             config = read_target_config(file)
             facts["usable"] = "yes"
             facts["config"] = {
-                f.name: [_plain(getattr(config, f.name)), "file"] for f in fields(config)
+                name: [_plain(value), source] for name, value, source in config.describe()
             }
         except CheckpointError as error:
             facts["usable"] = str(error)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from ..decoding.kv_cache import KVCache
 from ..decoding.target import Verification
 from ..nn import RMSNorm, Vocabulary
+from .config import TargetConfig
 from .layers import Attention, FeedForward, GatedDeltaNet
 from .state import GDNShape, RecurrentState, StateKind, Step, TargetState
 
@@ -63,6 +64,8 @@ class Decoder(nn.Module):
         state: how recurrent states are rolled back.
         state_dtype: of the GDN states.
     """
+
+    config: TargetConfig  # what the file says; set by load_target
 
     def __init__(
         self,

@@ -24,6 +24,7 @@ class Attention(nn.Module):
         eps: of the norms.
         rope: rotary embedding.
         bias: of q, k and v side by side, or None.
+        out_bias: of the output projection, or None.
     """
 
     inv_freq: Tensor
@@ -43,12 +44,13 @@ class Attention(nn.Module):
         eps: float,
         rope: RopeConfig,
         bias: Tensor | None = None,
+        out_bias: Tensor | None = None,
     ) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.gated, self.eps, self.scale = gated, eps, head_dim**-0.5
         self.attention_scaling = rope.attention_scaling
-        self.qkv, self.out = QuantLinear(qkv, bias), QuantLinear([out])
+        self.qkv, self.out = QuantLinear(qkv, bias), QuantLinear([out], out_bias)
         self.act_mode = self.qkv.act_mode
         self.register_buffer("inv_freq", rope.inv_freq(), persistent=False)
         self.register_buffer("q_norm", q_norm, persistent=False)

@@ -1,0 +1,160 @@
+"""From a GGUF file to a running target."""
+
+from collections.abc import Callable
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..gguf import GGUFFile, QuantTensor
+from ..nn import Vocabulary
+from .config import DenseConfig, Qwen35Config
+from .decoder import Decoder, DecoderLayer
+from .from_gguf import read_target_config
+from .layers import Attention, FeedForward, GatedDeltaNet
+from .rows import neox_qk, split_qkv
+from .state import GDNShape, StateKind
+
+__all__ = ["load_target"]
+
+Config = DenseConfig | Qwen35Config
+
+
+class _Block:
+    """The tensors of one layer."""
+
+    def __init__(self, file: GGUFFile, index: int) -> None:
+        self._file, self._prefix = file, f"blk.{index}."
+
+    def weight(self, name: str) -> QuantTensor:
+        return self._file.tensor(f"{self._prefix}{name}")
+
+    def floats(self, name: str) -> Tensor:
+        return self.weight(name).to_dense().float()
+
+    def optional(self, name: str) -> QuantTensor | None:
+        full = f"{self._prefix}{name}"
+        return self._file.tensor(full) if full in self._file.tensors else None
+
+    def optional_floats(self, name: str) -> Tensor | None:
+        found = self.optional(name)
+        return None if found is None else found.to_dense().float()
+
+
+def load_target(
+    path: str | PathLike[str],
+    *,
+    state: StateKind = "journal",
+    kv_dtype: torch.dtype = torch.float32,
+    state_dtype: torch.dtype = torch.float32,
+) -> Decoder:
+    """Load a target.
+
+    Args:
+        path: ``qwen35``, ``qwen3`` or ``llama`` GGUF.
+        state: how a hybrid's recurrent state is rolled back.
+        kv_dtype: dtype of the K and V caches: float32, float16 or bfloat16.
+        state_dtype: dtype of the GDN states: float32 or bfloat16.
+
+    Returns:
+        the model; its ``config`` is what the file says.
+
+    Raises:
+        GGUFError: the file is damaged.
+        CheckpointError: its architecture, keys or tensors are not supported.
+        ValueError: a dtype or state kind that does not exist.
+    """
+    _check("state", state, ("journal", "snapshots"))
+    _check("kv_dtype", kv_dtype, (torch.float32, torch.float16, torch.bfloat16))
+    _check("state_dtype", state_dtype, (torch.float32, torch.bfloat16))
+    with GGUFFile.open(path) as file:
+        config = read_target_config(file)
+        head = None if config.tied else file.tensor("output.weight")
+        gdn = None
+        if isinstance(config, Qwen35Config):
+            gdn = GDNShape(
+                k_heads=config.num_key_heads,
+                v_heads=config.num_value_heads,
+                k_dim=config.key_head_dim,
+                v_dim=config.value_head_dim,
+                taps=config.conv_kernel,
+            )
+        model = Decoder(
+            Vocabulary(file.tensor("token_embd.weight"), head),
+            [_layer(config, gdn, _Block(file, i), i) for i in range(config.num_layers)],
+            file.tensor("output_norm.weight").to_dense().float(),
+            config.rms_norm_eps,
+            gdn,
+            kv_dtype,
+            state,
+            state_dtype,
+        )
+    model.config = config
+    return model
+
+
+def _check(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    if value not in allowed:
+        known = ", ".join(str(a) for a in allowed)
+        raise ValueError(f"load_target: {name} must be one of {known}, got {value}")
+
+
+def _layer(config: Config, gdn: GDNShape | None, block: _Block, index: int) -> DecoderLayer:
+    mixer: Attention | GatedDeltaNet
+    if gdn is not None and config.layer_kinds[index] == "gdn":
+        mixer = _gated_delta_net(config, gdn, block)
+    else:
+        mixer = _attention(config, block, index)
+    ffn_norm = "post_attention_norm" if isinstance(config, Qwen35Config) else "ffn_norm"
+    ffn = FeedForward(*(block.weight(f"ffn_{n}.weight") for n in ("gate", "up", "down")))
+    return DecoderLayer(
+        mixer,
+        block.floats("attn_norm.weight"),
+        ffn,
+        block.floats(f"{ffn_norm}.weight"),
+        config.rms_norm_eps,
+    )
+
+
+def _attention(config: Config, block: _Block, index: int) -> Attention:
+    def parts(suffix: str, get: Callable[[str], QuantTensor]) -> list[QuantTensor]:
+        if index in config.fused_qkv:
+            q, k, v = split_qkv(config, get(f"attn_qkv.{suffix}"))
+        else:
+            q, k, v = (get(f"attn_{n}.{suffix}") for n in "qkv")
+        if isinstance(config, DenseConfig):
+            q, k = neox_qk(config, q, k)
+        return [q, k, v]
+
+    bias = None
+    if isinstance(config, DenseConfig) and config.attention_bias:
+        bias = torch.cat([p.to_dense().float() for p in parts("bias", block.weight)])
+    return Attention(
+        parts("weight", block.weight),
+        block.weight("attn_output.weight"),
+        block.optional_floats("attn_q_norm.weight"),
+        block.optional_floats("attn_k_norm.weight"),
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim,
+        isinstance(config, Qwen35Config),
+        config.rms_norm_eps,
+        config.rope,
+        bias,
+        block.optional_floats("attn_output.bias"),
+    )
+
+
+def _gated_delta_net(config: Config, gdn: GDNShape, block: _Block) -> GatedDeltaNet:
+    names = ("attn_qkv", "attn_gate", "ssm_beta", "ssm_alpha")
+    return GatedDeltaNet(
+        [block.weight(f"{n}.weight") for n in names],
+        block.weight("ssm_out.weight"),
+        block.floats("ssm_conv1d.weight"),
+        block.floats("ssm_a"),
+        block.floats("ssm_dt.bias"),
+        block.floats("ssm_norm.weight"),
+        gdn,
+        config.rms_norm_eps,
+    )
