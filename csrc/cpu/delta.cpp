@@ -1,0 +1,115 @@
+#include "cpu/delta.h"
+
+#include <torch/csrc/stable/library.h>
+
+#include <cstring>
+#include <memory>
+#include <new>
+
+#include "cpu/isa.h"
+#include "host/delta.h"
+
+namespace dflash::cpu {
+
+namespace avx2 {
+void delta_window(const DeltaArgs& args, const DeltaWindow& window, int64_t threads);
+}
+namespace avx512 {
+void delta_window(const DeltaArgs& args, const DeltaWindow& window, int64_t threads);
+}
+
+namespace {
+
+constexpr std::align_val_t kLine{64};
+struct Release {
+  void operator()(float* p) const { ::operator delete[](p, kLine); }
+};
+
+// Rows of a prefill at a time: their keys and queries stay in the first-level cache. The state goes
+// through its slot between windows, which changes nothing: it is stored as it is computed.
+constexpr int64_t kPrefillRows = 16;
+
+void run(const DeltaArgs& args) {
+  int64_t longest = 0;
+  if (args.cu_seqlens) {
+    for (int64_t s = 0; s < args.sequences; ++s)
+      longest = std::max<int64_t>(longest, args.cu_seqlens[s + 1] - args.cu_seqlens[s]);
+    const int64_t covered = args.cu_seqlens[args.sequences];
+    std::memset(args.out + covered * args.out_columns(), 0,
+                size_t((args.rows - covered) * args.out_columns()) * sizeof(float));
+    if (longest == 0) return;
+  }
+  const int64_t count =
+      args.mode == DeltaMode::kPrefill ? std::min(longest, kPrefillRows) : longest;
+  const size_t floats = size_t(args.sequences * count * DeltaScratch(args).floats);
+  const std::unique_ptr<float[], Release> scratch(new (kLine) float[floats]);
+  const int64_t threads = torch::stable::get_num_threads();
+  int64_t first = 0;
+  do {
+    const DeltaWindow window{first, count, scratch.get()};
+    (isa() == Isa::kAvx512 ? avx512::delta_window : avx2::delta_window)(args, window, threads);
+    first += count;
+  } while (first < longest);
+}
+
+}  // namespace
+
+Tensor gdn_step(const Tensor& mixed, const Tensor& a, const Tensor& b, const Tensor& A,
+                const Tensor& dt_bias, const OptionalTensor& z, const OptionalTensor& norm_weight,
+                double eps, bool sigmoid_gate, int64_t k_heads, int64_t k_dim, bool tiled,
+                const Tensor& state, const Tensor& state_indices,
+                const OptionalTensor& num_accepted, const Tensor& cu_seqlens, int64_t act_mode) {
+  const DeltaPlan plan = plan_gdn_step(
+      {mixed, a, b, A, dt_bias, z, norm_weight, eps, sigmoid_gate, k_heads, k_dim, tiled}, state,
+      state_indices, num_accepted, cu_seqlens);
+  check_delta_values("dflash::gdn_step", plan.args);
+  run(plan.args);
+  return plan.out;
+}
+
+Tensor gdn_journal_step(const Tensor& mixed, const Tensor& a, const Tensor& b, const Tensor& A,
+                        const Tensor& dt_bias, const OptionalTensor& z,
+                        const OptionalTensor& norm_weight, double eps, bool sigmoid_gate,
+                        int64_t k_heads, int64_t k_dim, bool tiled, const Tensor& state,
+                        const Tensor& slots, const Tensor& num_accepted, const Tensor& parity,
+                        const Tensor& journal_k, const Tensor& journal_u,
+                        const Tensor& journal_decay, const Tensor& cu_seqlens, int64_t act_mode) {
+  const DeltaPlan plan = plan_gdn_journal_step(
+      {mixed, a, b, A, dt_bias, z, norm_weight, eps, sigmoid_gate, k_heads, k_dim, tiled}, state,
+      slots, num_accepted, parity, journal_k, journal_u, journal_decay, cu_seqlens);
+  check_delta_values("dflash::gdn_journal_step", plan.args);
+  run(plan.args);
+  return plan.out;
+}
+
+Tensor gdn_prefill(const Tensor& mixed, const Tensor& a, const Tensor& b, const Tensor& A,
+                   const Tensor& dt_bias, const OptionalTensor& z,
+                   const OptionalTensor& norm_weight, double eps, bool sigmoid_gate,
+                   int64_t k_heads, int64_t k_dim, bool tiled, const Tensor& state,
+                   const Tensor& slots, const Tensor& has_state, const Tensor& cu_seqlens,
+                   int64_t act_mode) {
+  const DeltaPlan plan = plan_gdn_prefill(
+      {mixed, a, b, A, dt_bias, z, norm_weight, eps, sigmoid_gate, k_heads, k_dim, tiled}, state,
+      slots, has_state, cu_seqlens);
+  check_delta_values("dflash::gdn_prefill", plan.args);
+  run(plan.args);
+  return plan.out;
+}
+
+void gdn_commit(const Tensor& state, const Tensor& slots, const Tensor& num_accepted,
+                const Tensor& parity, const Tensor& journal_k, const Tensor& journal_u,
+                const Tensor& journal_decay, bool tiled) {
+  const DeltaArgs args = plan_gdn_commit(state, slots, num_accepted, parity, journal_k, journal_u,
+                                         journal_decay, tiled);
+  check_delta_values("dflash::gdn_commit", args);
+  run(args);
+}
+
+STABLE_TORCH_LIBRARY_IMPL(dflash, CPU, m) {
+  m.impl("gdn_step", TORCH_BOX(&gdn_step));
+  m.impl("gdn_journal_step", TORCH_BOX(&gdn_journal_step));
+  m.impl("gdn_prefill", TORCH_BOX(&gdn_prefill));
+  m.impl("gdn_commit", TORCH_BOX(&gdn_commit));
+}
+
+}  // namespace dflash::cpu

@@ -1,0 +1,49 @@
+#pragma once
+#include <torch/csrc/stable/ops.h>
+
+#include "host/float_rows.h"
+#include "host/gdn_args.h"
+
+namespace dflash {
+
+struct NormPlan {
+  NormArgs args;
+  Tensor out;  // float32 [rows, columns]
+};
+
+inline NormPlan plan_add_rms_norm(const OptionalTensor& x, const Tensor& residual,
+                                  const Tensor& weight, double eps, bool plus_one) {
+  constexpr const char* op = "dflash::add_rms_norm";
+  check_dim(op, "residual", residual, 2, "[rows, columns]");
+  check_dtype(op, "residual", residual, kFloatTypes);
+  check_dense(op, "residual", residual);
+  const int64_t rows = residual.size(0), columns = residual.size(1);
+  STD_TORCH_CHECK(columns > 0, op, ": residual must have columns, got shape ", shape_str(residual));
+  check_same_device(op, "weight", weight, residual);
+  check_shape(op, "weight", weight, {columns}, "[columns]");
+  check_dtype(op, "weight", weight, kFloatTypes);
+  check_dense(op, "weight", weight);
+  STD_TORCH_CHECK(!overlaps(weight, residual), op,
+                  ": weight must not share memory with residual, which the operator writes");
+  NormPlan plan{};
+  NormArgs& args = plan.args;
+  args.rows = rows;
+  args.columns = columns;
+  if (x) {
+    args.x = float_rows(op, "x", *x, "[rows, columns] like residual", rows, columns, residual);
+    STD_TORCH_CHECK(!overlaps(weight, *x), op, ": weight must not share memory with x");
+    STD_TORCH_CHECK(!overlaps(*x, residual), op,
+                    ": x must not share memory with residual, which the operator writes");
+  }
+  args.residual = residual.mutable_data_ptr();
+  args.residual_type = float_type(residual);
+  args.weight = weight.const_data_ptr();
+  args.weight_type = float_type(weight);
+  args.eps = float(eps);
+  args.plus_one = plus_one;
+  plan.out = torch::stable::new_empty(residual, {rows, columns}, ScalarType::Float);
+  args.out = plan.out.mutable_data_ptr<float>();
+  return plan;
+}
+
+}  // namespace dflash
