@@ -53,9 +53,9 @@ DFLASH_HD float stored(float x) {
   return to_float(t);
 }
 
-enum class FloatType : int { kFloat, kHalf, kBf16 };
+enum class FloatType : int32_t { kF32, kF16, kBF16 };
 
-constexpr int float_bytes(FloatType type) {
+constexpr int64_t bytes_of(FloatType type) {
   return type == FloatType::kF32 ? 4 : 2;
 }
 

@@ -6,6 +6,7 @@
 #include <memory>
 #include <new>
 
+#include "cpu/act_kernel.h"
 #include "cpu/isa.h"
 #include "host/delta.h"
 
@@ -25,6 +26,12 @@ struct Release {
   void operator()(float* p) const { ::operator delete[](p, kLine); }
 };
 
+using Floats = std::unique_ptr<float[], Release>;
+
+Floats new_floats(int64_t count) {
+  return Floats(new (kLine) float[size_t(count)]);
+}
+
 // Rows of a prefill at a time: their keys and queries stay in the first-level cache. The state goes
 // through its slot between windows, which changes nothing: it is stored as it is computed.
 constexpr int64_t kPrefillRows = 16;
@@ -41,8 +48,7 @@ void run(const DeltaArgs& args) {
   }
   const int64_t count =
       args.mode == DeltaMode::kPrefill ? std::min(longest, kPrefillRows) : longest;
-  const size_t floats = size_t(args.sequences * count * DeltaScratch(args).floats);
-  const std::unique_ptr<float[], Release> scratch(new (kLine) float[floats]);
+  const Floats scratch = new_floats(args.sequences * count * DeltaScratch(args).floats);
   const int64_t threads = torch::stable::get_num_threads();
   int64_t first = 0;
   do {
@@ -52,6 +58,27 @@ void run(const DeltaArgs& args) {
   } while (first < longest);
 }
 
+// Packed activations are made of whole rows: groups of 256 span heads.
+Tensor run(DeltaPlan& plan) {
+  DeltaArgs& args = plan.args;
+  if (!plan.packed) {
+    run(args);
+    return plan.out;
+  }
+  const int64_t columns = args.out_columns();
+  const Floats floats = new_floats(args.rows * columns);
+  args.out = floats.get();
+  run(args);
+  const QuantActCall call{reinterpret_cast<const uint8_t*>(args.out),
+                          FloatType::kF32,
+                          args.rows,
+                          columns,
+                          columns * int64_t(sizeof(float)),
+                          plan.out.mutable_data_ptr<uint8_t>()};
+  (isa() == Isa::kAvx512 ? avx512::quant_act : avx2::quant_act)(call);
+  return plan.out;
+}
+
 }  // namespace
 
 Tensor gdn_step(const Tensor& mixed, const Tensor& a, const Tensor& b, const Tensor& A,
@@ -59,12 +86,11 @@ Tensor gdn_step(const Tensor& mixed, const Tensor& a, const Tensor& b, const Ten
                 double eps, bool sigmoid_gate, int64_t k_heads, int64_t k_dim, bool tiled,
                 const Tensor& state, const Tensor& state_indices,
                 const OptionalTensor& num_accepted, const Tensor& cu_seqlens, int64_t act_mode) {
-  const DeltaPlan plan = plan_gdn_step(
-      {mixed, a, b, A, dt_bias, z, norm_weight, eps, sigmoid_gate, k_heads, k_dim, tiled}, state,
-      state_indices, num_accepted, cu_seqlens);
+  DeltaPlan plan = plan_gdn_step(
+      {mixed, a, b, A, dt_bias, z, norm_weight, eps, sigmoid_gate, k_heads, k_dim, tiled, act_mode},
+      state, state_indices, num_accepted, cu_seqlens);
   check_delta_values("dflash::gdn_step", plan.args);
-  run(plan.args);
-  return plan.out;
+  return run(plan);
 }
 
 Tensor gdn_journal_step(const Tensor& mixed, const Tensor& a, const Tensor& b, const Tensor& A,
@@ -74,12 +100,11 @@ Tensor gdn_journal_step(const Tensor& mixed, const Tensor& a, const Tensor& b, c
                         const Tensor& slots, const Tensor& num_accepted, const Tensor& parity,
                         const Tensor& journal_k, const Tensor& journal_u,
                         const Tensor& journal_decay, const Tensor& cu_seqlens, int64_t act_mode) {
-  const DeltaPlan plan = plan_gdn_journal_step(
-      {mixed, a, b, A, dt_bias, z, norm_weight, eps, sigmoid_gate, k_heads, k_dim, tiled}, state,
-      slots, num_accepted, parity, journal_k, journal_u, journal_decay, cu_seqlens);
+  DeltaPlan plan = plan_gdn_journal_step(
+      {mixed, a, b, A, dt_bias, z, norm_weight, eps, sigmoid_gate, k_heads, k_dim, tiled, act_mode},
+      state, slots, num_accepted, parity, journal_k, journal_u, journal_decay, cu_seqlens);
   check_delta_values("dflash::gdn_journal_step", plan.args);
-  run(plan.args);
-  return plan.out;
+  return run(plan);
 }
 
 Tensor gdn_prefill(const Tensor& mixed, const Tensor& a, const Tensor& b, const Tensor& A,
@@ -88,12 +113,11 @@ Tensor gdn_prefill(const Tensor& mixed, const Tensor& a, const Tensor& b, const 
                    int64_t k_heads, int64_t k_dim, bool tiled, const Tensor& state,
                    const Tensor& slots, const Tensor& has_state, const Tensor& cu_seqlens,
                    int64_t act_mode) {
-  const DeltaPlan plan = plan_gdn_prefill(
-      {mixed, a, b, A, dt_bias, z, norm_weight, eps, sigmoid_gate, k_heads, k_dim, tiled}, state,
-      slots, has_state, cu_seqlens);
+  DeltaPlan plan = plan_gdn_prefill(
+      {mixed, a, b, A, dt_bias, z, norm_weight, eps, sigmoid_gate, k_heads, k_dim, tiled, act_mode},
+      state, slots, has_state, cu_seqlens);
   check_delta_values("dflash::gdn_prefill", plan.args);
-  run(plan.args);
-  return plan.out;
+  return run(plan);
 }
 
 void gdn_commit(const Tensor& state, const Tensor& slots, const Tensor& num_accepted,

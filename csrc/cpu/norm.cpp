@@ -15,7 +15,7 @@ void add_rms_norm(const NormArgs& args);
 
 Tensor add_rms_norm(const OptionalTensor& x, const Tensor& residual, const Tensor& weight,
                     double eps, bool plus_one, int64_t act_mode) {
-  const NormPlan plan = plan_add_rms_norm(x, residual, weight, eps, plus_one);
+  const NormPlan plan = plan_add_rms_norm(x, residual, weight, eps, plus_one, act_mode);
   (isa() == Isa::kAvx512 ? avx512::add_rms_norm : avx2::add_rms_norm)(plan.args);
   return plan.out;
 }

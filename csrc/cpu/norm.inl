@@ -1,4 +1,5 @@
 #include "core/norm.h"
+#include "cpu/act.h"
 #include "cpu/convert.h"
 #include "host/gdn_args.h"
 
@@ -36,20 +37,26 @@ float add_row(const NormArgs& args, int64_t row) {
 
 template <class R>
 void norm_rows(const NormArgs& args, int64_t begin, int64_t end) {
-  alignas(64) float value[kLeaf], weight[kLeaf];
+  static_assert(kLeaf % kActGroup == 0);
+  const int64_t groups = ceil_div<int64_t>(args.columns, kActGroup);
+  alignas(64) float value[kLeaf], weight[kLeaf], unpacked[kLeaf];
   for (int64_t row = begin; row < end; ++row) {
     const float scale = rms_scale(add_row<R>(args, row), args.columns, args.eps);
     const R* residual = static_cast<const R*>(args.residual) + row * args.columns;
-    float* out = args.out + row * args.columns;
     for (int64_t c = 0; c < args.columns; c += kLeaf) {
       const int64_t n = std::min<int64_t>(kLeaf, args.columns - c);
       const float* values = as_float(residual, args.residual_type, c, n, value);
       const float* weights = as_float(args.weight, args.weight_type, c, n, weight);
-      float* y = out + c;
+      float* y = args.out ? args.out + row * args.columns + c : unpacked;
       if (args.plus_one)
         for (int64_t i = 0; i < n; ++i) y[i] = normed(values[i], scale, 1.f + weights[i]);
       else
         for (int64_t i = 0; i < n; ++i) y[i] = normed(values[i], scale, weights[i]);
+      if (args.packed) {
+        auto* group = reinterpret_cast<ActGroup*>(args.packed) + row * groups + c / kActGroup;
+        for (int64_t i = 0; i < n; i += kActGroup)
+          quantize_group(y + i, std::min<int64_t>(kActGroup, n - i), group++);
+      }
     }
   }
 }

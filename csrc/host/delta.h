@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "host/act.h"
 #include "host/float_rows.h"
 #include "host/gdn_args.h"
 
@@ -16,11 +17,13 @@ struct DeltaInputs {
   bool sigmoid_gate;
   int64_t k_heads, k_dim;
   bool tiled;
+  int64_t act_mode;
 };
 
 struct DeltaPlan {
   DeltaArgs args;
-  Tensor out;  // float32 [rows, v_heads * v_dim]
+  Tensor out;   // float32 [rows, v_heads * v_dim] or packed
+  bool packed;  // args.out is then left to the kernel
 };
 
 inline void plan_state(const char* op, const Tensor& state, const Tensor& like, DeltaArgs& args) {
@@ -88,8 +91,9 @@ inline DeltaPlan plan_delta(const char* op, DeltaMode mode, const DeltaInputs& i
       mode == DeltaMode::kSnapshots
           ? int_data(op, "state_indices", slots, "[sequences, columns]", {sequences, columns}, like)
           : int_data(op, "slots", slots, "[sequences]", {sequences}, like);
-  plan.out = torch::stable::new_empty(in.mixed, {rows, v_heads * v_dim}, ScalarType::Float);
-  args.out = plan.out.mutable_data_ptr<float>();
+  plan.out = new_activations(in.mixed, rows, v_heads * v_dim, in.act_mode);
+  plan.packed = in.act_mode != 0;
+  if (!plan.packed) args.out = plan.out.mutable_data_ptr<float>();
   return plan;
 }
 

@@ -13,7 +13,8 @@ struct NormArgs {
   FloatType weight_type;
   float eps;
   bool plus_one;
-  float* out;  // [rows, columns]
+  float* out;       // [rows, columns], or null:
+  uint8_t* packed;  // [rows, act_bytes(columns)]
 };
 
 struct ConvArgs {

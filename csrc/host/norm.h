@@ -1,6 +1,7 @@
 #pragma once
 #include <torch/csrc/stable/ops.h>
 
+#include "host/act.h"
 #include "host/float_rows.h"
 #include "host/gdn_args.h"
 
@@ -8,11 +9,12 @@ namespace dflash {
 
 struct NormPlan {
   NormArgs args;
-  Tensor out;  // float32 [rows, columns]
+  Tensor out;  // float32 [rows, columns] or packed
 };
 
 inline NormPlan plan_add_rms_norm(const OptionalTensor& x, const Tensor& residual,
-                                  const Tensor& weight, double eps, bool plus_one) {
+                                  const Tensor& weight, double eps, bool plus_one,
+                                  int64_t act_mode) {
   constexpr const char* op = "dflash::add_rms_norm";
   check_dim(op, "residual", residual, 2, "[rows, columns]");
   check_dtype(op, "residual", residual, kFloatTypes);
@@ -41,8 +43,11 @@ inline NormPlan plan_add_rms_norm(const OptionalTensor& x, const Tensor& residua
   args.weight_type = float_type(weight);
   args.eps = float(eps);
   args.plus_one = plus_one;
-  plan.out = torch::stable::new_empty(residual, {rows, columns}, ScalarType::Float);
-  args.out = plan.out.mutable_data_ptr<float>();
+  plan.out = new_activations(residual, rows, columns, act_mode);
+  if (act_mode == 0)
+    args.out = plan.out.mutable_data_ptr<float>();
+  else
+    args.packed = plan.out.mutable_data_ptr<uint8_t>();
   return plan;
 }
 

@@ -25,6 +25,13 @@ def act_bytes(columns: int, act_mode: int) -> int:
     return torch.ops.dflash.act_bytes.default(columns, act_mode)
 
 
+def new_activations(like: Tensor, rows: int, columns: int, act_mode: int) -> Tensor:
+    """What an operator that emits activations returns, for the fakes."""
+    if act_mode == 0:
+        return like.new_empty((rows, columns), dtype=torch.float32)
+    return like.new_empty((rows, act_bytes(columns, act_mode)), dtype=torch.uint8)
+
+
 def quant_act(x: Tensor, act_mode: int) -> Tensor:
     r"""Pack rows of activations for :func:`qmm`.
 
@@ -51,7 +58,4 @@ def quant_act(x: Tensor, act_mode: int) -> Tensor:
 
 @torch.library.register_fake("dflash::quant_act")
 def _(x: Tensor, act_mode: int) -> Tensor:
-    rows, columns = x.shape
-    if act_mode == 0:
-        return x.new_empty((rows, columns), dtype=torch.float32)
-    return x.new_empty((rows, act_bytes(columns, act_mode)), dtype=torch.uint8)
+    return new_activations(x, *x.shape, act_mode)

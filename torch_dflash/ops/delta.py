@@ -10,6 +10,8 @@ the same multiply-adds on the same numbers, so both give the same bits.
 import torch
 from torch import Tensor
 
+from .act import new_activations
+
 __all__ = ["gdn_commit", "gdn_journal_step", "gdn_prefill", "gdn_step"]
 
 
@@ -122,7 +124,7 @@ def _(
     cu_seqlens: Tensor,
     act_mode: int,
 ) -> Tensor:
-    return mixed.new_empty((mixed.shape[0], state.shape[1] * state.shape[2]), dtype=torch.float32)
+    return new_activations(mixed, mixed.shape[0], state.shape[1] * state.shape[2], act_mode)
 
 
 def gdn_journal_step(
@@ -244,7 +246,7 @@ def _(
     cu_seqlens: Tensor,
     act_mode: int,
 ) -> Tensor:
-    return mixed.new_empty((mixed.shape[0], state.shape[1] * state.shape[2]), dtype=torch.float32)
+    return new_activations(mixed, mixed.shape[0], state.shape[1] * state.shape[2], act_mode)
 
 
 def gdn_prefill(
@@ -345,7 +347,7 @@ def _(
     cu_seqlens: Tensor,
     act_mode: int,
 ) -> Tensor:
-    return mixed.new_empty((mixed.shape[0], state.shape[1] * state.shape[2]), dtype=torch.float32)
+    return new_activations(mixed, mixed.shape[0], state.shape[1] * state.shape[2], act_mode)
 
 
 def gdn_commit(

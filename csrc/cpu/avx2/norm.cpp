@@ -1,3 +1,3 @@
-// clang-format off: the target comes first
 #include "cpu/avx2.h"
+
 #include "cpu/norm.inl"
