@@ -7,10 +7,6 @@
 
 namespace dflash {
 
-inline void check_contiguous(const char* op, const char* arg, const Tensor& t) {
-  STD_TORCH_CHECK(t.is_contiguous(), op, ": ", arg, " must be contiguous");
-}
-
 // dtype, number of dimensions, contiguity and device of one argument.
 inline void check_argument(const char* op, const char* arg, const Tensor& t, ScalarType dtype,
                            int64_t dim, const char* layout, const Tensor& like) {

@@ -51,4 +51,4 @@ def add_rms_norm(
 def _(
     x: Tensor | None, residual: Tensor, weight: Tensor, eps: float, plus_one: bool, act_mode: int
 ) -> Tensor:
-    return new_activations(residual, *residual.shape, act_mode)
+    return new_activations(residual, residual.shape[0], residual.shape[1], act_mode)

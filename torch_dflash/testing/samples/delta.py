@@ -33,7 +33,7 @@ def delta_inputs(
 
 def _split(mixed: Tensor, k_heads: int, k_dim: int, v_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     keys = k_heads * k_dim
-    q, k, v = mixed.split([keys, keys, mixed.shape[1] - 2 * keys], 1)
+    q, k, v = mixed[:, :keys], mixed[:, keys : 2 * keys], mixed[:, 2 * keys :]
     return (
         q.unflatten(1, (k_heads, k_dim)),
         k.unflatten(1, (k_heads, k_dim)),
