@@ -7,7 +7,7 @@ from typing import Any, Final, NoReturn, TypeVar
 
 from .hf import CheckpointError
 
-__all__ = ["CheckpointError", "Fields", "describe", "shape_text"]
+__all__ = ["CheckpointError", "Fields", "describe", "shape_text", "short"]
 
 T = TypeVar("T", int, float, bool, str)
 
@@ -26,6 +26,16 @@ def shape_text(shape: Sequence[int]) -> str:
     '[2, 3]'
     """
     return str([*shape])
+
+
+def short(value: Any) -> str:
+    """A value as messages print it: one line, never a whole vocabulary.
+
+    >>> short([*range(1000)])
+    '[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17...'
+    """
+    text = repr(value)
+    return text if len(text) <= 64 else text[:61] + "..."
 
 
 def describe(config: Any, sources: Mapping[str, str], at: str = "") -> list[tuple[str, Any, str]]:
@@ -98,7 +108,7 @@ class Fields:
         self.sources[field] = key
         for other, ignored in hits[1:]:
             if ignored != value:
-                self.note(f"{field}: {key} = {value!r} wins over {other} = {ignored!r}")
+                self.note(f"{field}: {key} = {short(value)} wins over {other} = {short(ignored)}")
         return value
 
     def optional(
@@ -160,7 +170,7 @@ class Fields:
             value = float(value)
         wrong_type = not isinstance(value, kind) or (kind is int and isinstance(value, bool))
         if wrong_type or (kind is float and not math.isfinite(value)):
-            self.fail(f"{key} must be {_WANTED[kind]}, got {value!r}")
+            self.fail(f"{key} must be {_WANTED[kind]}, got {short(value)}")
         if low is not None and value < low:
             self.fail(f"{key} must be at least {low}, got {value!r}")
         if high is not None and value > high:
@@ -170,7 +180,7 @@ class Fields:
     def items(self, kind: type[T], key: str, value: Any, length: int | None = None) -> list[T]:
         """A list of ``kind``; any integer type of the file counts as an integer."""
         if isinstance(value, str) or not isinstance(value, Sequence):
-            self.fail(f"{key} must be a list, got {value!r}")
+            self.fail(f"{key} must be a list, got {short(value)}")
         if length is not None and len(value) != length:
             self.fail(f"{key} must have {length} entries, got {len(value)}")
         return [self.check(kind, f"{key}[{i}]", item) for i, item in enumerate(value)]

@@ -356,7 +356,8 @@ def test_overrides(folder, hf):
     assert config.mask_token_id == 3
     assert config.rope == rope
     assert all(layer.causal for layer in config.layers)
-    assert config.sources["causality"] == config.sources["mask_token_id"] == "override"
+    assert config.sources["mask_token_id"] == config.sources["rope.theta"] == "override"
+    assert config.sources["layers"].endswith("causal: override")
 
 
 def test_tokenizer_is_found(folder):

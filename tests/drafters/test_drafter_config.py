@@ -385,3 +385,57 @@ def test_row_43_drafter_of_another_target(hf):
         setattr(target, name, value)
         with pytest.raises(CheckpointError, match=f"must match the target, got .*{message}"):
             check_against_target(config, target, "x")
+
+
+def test_context_without_fc(hf, shapes_of):
+    """use_aux_hidden_state false: the captured layer is the context, so there is one of them."""
+    config = hf(d_use_aux_hidden_state=False, d_target_layer_ids=[4])
+    shapes = shapes_of(config)
+    assert "fc.weight" not in shapes
+    resolved = config_from_hf(config, shapes)
+    assert (resolved.use_aux_hidden_state, resolved.target_hidden_columns) == (False, 64)
+    config["dflash_config"]["target_layer_ids"] = [1, 4]
+    with pytest.raises(CheckpointError, match="must fill the 64 columns"):
+        config_from_hf(config, shapes)
+
+
+def test_target_of_another_width(hf, shapes_of, gguf):
+    config = hf(target_hidden_size=48)
+    shapes = shapes_of(config)
+    assert shapes["fc.weight"] == (64, 144)
+    assert config_from_hf(config, shapes).target_hidden_size == 48
+    resolved = config_from_gguf(gguf(), shapes)  # has no key: fc decides
+    assert resolved.target_hidden_size == 48
+    assert any("target_hidden_size: 48 by the shape of fc.weight" in n for n in resolved.notes)
+
+
+def test_absent_block_size_is_sixteen_with_a_note(hf, gguf, shapes_of):
+    for config in (
+        config_from_hf(hf(d_block_size=None)),
+        config_from_gguf(gguf(block_size=None), shapes_of(hf())),
+    ):
+        assert config.block_size == 16
+        assert config.notes == ("block_size: the file does not say, 16 is assumed",)
+
+
+def test_lucebox_promises_and_gemma_scale(hf, gguf, shapes_of):
+    arch = "gemma4-dflash-draft"
+    config = config_from_gguf(gguf(arch=arch), shapes_of(hf()))
+    assert config.input_embedding_scale == 8.0  # the root of 64
+    assert any("rule for Gemma" in n for n in config.notes)
+    arch = "qwen35-dflash-draft"
+    dspark = shapes_of(hf("dspark"))
+    flags = {"dflash__dspark__enabled": 1, "dflash__dspark__confidence__enabled": 1}
+    assert config_from_gguf(gguf(arch=arch, **flags), dspark).confidence == "hidden+markov"
+    with pytest.raises(CheckpointError, match=r"dspark.enabled = 1, so its tensors must be there"):
+        config_from_gguf(gguf(arch=arch, **flags), shapes_of(hf()))
+    for name in ("weight", "bias"):
+        del dspark[f"confidence_head.proj.{name}"]
+    with pytest.raises(CheckpointError, match=r"confidence.enabled = 1, so its tensors must be"):
+        config_from_gguf(gguf(arch=arch, **flags), dspark)
+
+
+def test_source_of_the_layers(hf):
+    config = hf(layer_types=["sliding_attention"] * 2, sliding_window=9, is_causal=False)
+    source = config_from_hf(config).sources["layers"]
+    assert source == "layer_types, window: sliding_window, causal: is_causal"

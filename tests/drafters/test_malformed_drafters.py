@@ -32,7 +32,7 @@ CONFIGS = [
     ("act", "dflash", {"hidden_act": "gelu_pytorch_tanh"}, {}, "hidden_act must be silu"),
     ("no_theta", "dflash", {"rope_parameters": {}}, {}, "rope_theta must be present"),
     ("rope_list", "dflash", {"rope_parameters": [1]}, {}, r"must be a mapping, got \[1\]"),
-    ("no_mask", "dflash", {"d_mask_token_id": None}, {}, "mask_token_id must be present"),
+    ("no_mask", "dflash", {"d_mask_token_id": None}, {}, "mask_token_id .* must be present"),
     ("mask_high", "dflash", {"d_mask_token_id": 32}, {}, "vocabulary of 32, got 32"),
     ("mask_negative", "dflash", {"d_mask_token_id": -1}, {}, "vocabulary of 32, got -1"),
     ("block_zero", "dflash", {"d_block_size": 0}, {}, "block_size must be at least 1, got 0"),

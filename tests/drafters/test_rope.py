@@ -196,7 +196,7 @@ def test_gguf_factor_without_a_type_is_linear():
     [
         ({"theta": 1.0}, "theta must be above 1"),
         ({"rotary_dim": 7}, "rotary_dim must be even"),
-        ({"factor": 0.0}, "factor must be above 0"),
+        ({"factor": 0.5}, "factor must be at least 1"),
         ({"original_max_position_embeddings": None}, "must be at least 1 for yarn"),
         ({"beta_fast": 0.5}, "beta_fast must be at least beta_slow"),
         ({"freq_factors": (1.0,)}, "freq_factors must be 64 numbers"),

@@ -309,6 +309,7 @@ MALFORMED = [
     ("qwen35", {"attention__recurrent_layers": [True]}, {}, "must have 4 entries, got 1"),
     ("qwen35", {"attention__recurrent_layers": [True] * 4}, {}, "unknown: blk.3.attn_q.weight"),
     ("qwen35", {"nextn_predict_layers": 4}, {}, "nextn_predict_layers must be at most 3"),
+    ("qwen35", {"nextn_predict_layers": 1}, {}, "blk.3 must be a NextN layer, got one without"),
     ("qwen35", {"attention__head_count_kv": 3}, {}, "must be a multiple of head_count_kv 3"),
     ("qwen35", {"attention__value_length": 8}, {}, "value_length must equal key_length 16"),
     ("qwen35", {"expert_count": 8}, {}, "expert_count must be absent, got 8"),
@@ -361,3 +362,40 @@ def test_describe_names_every_field_and_its_source():
 def test_unknown_keys_are_noted():
     config = target_config_from_gguf(metadata(new_idea=3), shapes())
     assert config.notes == ("qwen35.new_idea = 3 is not a key we know: ignored",)
+
+
+VALUES = [
+    None, True, False, 0, 1, -1, 3, 2**31, 2**70, 0.5, float("nan"), float("inf"), "", "yarn", [],
+    [1], [True, False], [True] * 4, [None], {}, [[1]], 1e308,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("arch", ["qwen35", "qwen3", "llama"])
+def test_any_value_under_any_key(arch):
+    """A config, or one CheckpointError of one line. Never another exception, never a hang."""
+    meta, tensors = metadata(arch), shapes(arch)
+    for name in (
+        "nextn_predict_layers",
+        "attention.recurrent_layers",
+        "rope.scaling.type",
+        "rope.scaling.factor",
+        "vocab_size",
+        "expert_count",
+        "attention.scale",
+    ):
+        meta.setdefault(f"{arch}.{name}", None)
+    for key in meta:
+        for value in VALUES:
+            config, text = None, "file: "
+            try:
+                config = target_config_from_gguf(meta | {key: value}, tensors, where="file")
+            except CheckpointError as error:
+                text = str(error)
+            assert text.startswith("file: ")
+            assert "\n" not in text
+            assert len(text) < 1000
+            assert config is None or len(config.layer_kinds) == config.num_layers == 4
+    for name in tensors:
+        for shape in ((), (0,), (1,), (2**40, 32), (32, 32, 1)):
+            with pytest.raises(CheckpointError):
+                target_config_from_gguf(meta, tensors | {name: shape})

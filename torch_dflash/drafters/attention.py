@@ -85,21 +85,23 @@ def attention_from_hf(
     elif speculators:
         free = fields.optional(bool, "causality", "sliding_window_non_causal")
         causal = [s and free is False for s in sliding]
-        fields.sources.setdefault("causality", "speculators default: not causal")
+        fields.sources.setdefault("causality", "default of speculators")
     else:
         causal = declared
-        fields.sources["causality"] = "legacy rule: declared sliding layers are causal"
+        fields.sources["causality"] = "legacy rule (declared sliding layers are causal)"
         if any(declared):
             fields.note(f"layers: neither is_causal nor causal is set, {_which(causal)} causal")
-    fields.sources.setdefault("layers", "default")
+    _join_sources(fields)
     return _layers(sliding, window, causal)
 
 
 def _hf_window(fields: Fields) -> int:
     window = fields.optional(int, "window", "swa_window_size", "sliding_window", low=1)
     use = fields.optional(bool, "use", "use_sliding_window")
+    fields.sources.pop("use", None)
     if window is None and use:
         fields.note(f"layers: use_sliding_window without sliding_window, window {_WINDOW}")
+        fields.sources["window"] = "default"
         window = _WINDOW
     if window is None:
         fields.fail(
@@ -156,12 +158,21 @@ def attention_from_gguf(
         legacy = any(sliding) and (not all(sliding) or (arch != "dflash" and not selector))
         causal = sliding if legacy else [False] * num_layers
         fields.sources["causality"] = (
-            "legacy rule: sliding layers are causal" if legacy else "rule: not causal"
+            "legacy rule (sliding layers are causal)" if legacy else "default: not causal"
         )
         if any(sliding):
             fields.note(f"layers: {at}causal is absent, {_which(causal)} causal; causal= overrides")
-    fields.sources.setdefault("layers", "default")
+    _join_sources(fields)
     return _layers(sliding, window, causal)
+
+
+def _join_sources(fields: Fields) -> None:
+    """One line for ``layers``, which several keys decide."""
+    parts = [fields.sources.get("layers", "default: all full")]
+    if "window" in fields.sources:
+        parts.append(f"window: {fields.sources.pop('window')}")
+    parts.append(f"causal: {fields.sources.pop('causality')}")
+    fields.sources["layers"] = ", ".join(parts)
 
 
 def _flags(fields: Fields, key: str, value: object, length: int) -> list[bool]:

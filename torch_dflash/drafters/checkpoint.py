@@ -111,7 +111,11 @@ def _read_folder(path: Path, overrides: Overrides) -> DrafterCheckpoint:
     if mask is not None:
         overrides = replace(overrides, fallback_mask_token_id=mask.token_id)
     config = config_from_hf(
-        raw, {n: t.shape for n, t in tensors.items()}, where=str(config_file), overrides=overrides
+        raw,
+        {n: t.shape for n, t in tensors.items()},
+        where=str(config_file),
+        tensors_in=str(path),
+        overrides=overrides,
     )
     if mask is not None:
         mask.check(config.hidden_size, config.mask_token_id)

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-from ..fields import Fields
+from ..fields import Fields, short
 from .attention import LayerAttention, attention_from_gguf
 from .config import DrafterConfig, Kind
 from .layer_ids import check_layer_ids, default_layer_ids, layer_ids_from_gguf
@@ -49,8 +49,7 @@ _KEYS: Final = {
 # read elsewhere, or of no meaning for a drafter
 _KNOWN: Final = re.compile(
     r"context_length|rope\.dimension_sections|rope\.scaling\.(?:finetuned|yarn_log_multiplier)|"
-    r"dflash\.dspark\.(?:enabled|confidence_dim)|dflash\.n_target_(?:layers|features)|"
-    r"dflash\.domino\..*"
+    r"dflash\.dspark\.confidence_dim|dflash\.n_target_(?:layers|features)|dflash\.domino\..*"
 )
 
 
@@ -92,6 +91,7 @@ def config_from_gguf(
     shapes = _flat_confidence(shapes)
     kind = detect_kind(shapes, where)
     fields.sources["kind"] = "tensors"
+    _keep_promises(fields, arch, kind, shapes)
     r = Resolver(fields, keys, shapes, kind, overrides)
     v = r.values
     r.backbone()
@@ -99,7 +99,7 @@ def config_from_gguf(
     eps = f"{arch}.attention.layer_norm_rms_epsilon"
     v["rms_norm_eps"] = fields.require(float, "rms_norm_eps", eps, low=0)
     _vocabulary(r, metadata)
-    v["block_size"] = fields.require(int, "block_size", *keys["block_size"], default=16, low=1)
+    r.block_size()
     v["sample_from_anchor"] = _anchor(r, arch, kind)
     _context(r, arch)
     v["rope"] = overrides.rope or rope_from_gguf(fields, arch, v["head_dim"])
@@ -107,13 +107,13 @@ def config_from_gguf(
         fields.sources["rope.theta"] = "override"
     v["rope_is_neox"] = True  # every converter reorders the rows of the other layout
     v["layers"] = _layers(r, arch, kind)
-    _scales(r, kind)
+    _scales(r, arch, kind)
     if kind == "dflash2":
         r.selector(_DEFAULT_TOP_K)
     if kind == "dspark":
         r.markov()
     _unknown_keys(fields, arch, metadata)
-    return r.build()
+    return r.build(where)
 
 
 def _full(arch: str, names: tuple[str, ...]) -> tuple[str, ...]:
@@ -133,9 +133,22 @@ def _refuse(fields: Fields, arch: str) -> None:
         for _, value in fields.found(key):
             if value not in (False, 0, ""):
                 fields.fail(
-                    f"{key} = {value!r} belongs to {what}, which is not supported; use a DFlash, "
-                    "DFlash2 or dense DSpark drafter"
+                    f"{key} = {short(value)} belongs to {what}, which is not supported; use a "
+                    "DFlash, DFlash2 or dense DSpark drafter"
                 )
+
+
+def _keep_promises(fields: Fields, arch: str, kind: Kind, shapes: Shapes) -> None:
+    """Heads that lucebox's flags announce must be in the file."""
+    at = f"{arch}.dflash.dspark"
+    confidence = "confidence_head.proj.weight" in shapes
+    for key, kept in (
+        (f"{at}.enabled", kind == "dspark"),
+        (f"{at}.confidence.enabled", confidence),
+    ):
+        for _, value in fields.found(key):
+            if value and not kept:
+                fields.fail(f"{key} = {short(value)}, so its tensors must be there, got none")
 
 
 def _flat_confidence(shapes: Shapes) -> Shapes:
@@ -164,7 +177,7 @@ def _vocabulary(r: Resolver, metadata: Mapping[str, Any]) -> None:
     if tokens is not None and not f.found(*r.keys["vocab_size"]):
         key = "tokenizer.ggml.tokens"
         if isinstance(tokens, str) or not hasattr(tokens, "__len__"):
-            f.fail(f"{key} must be a list, got {tokens!r}")
+            f.fail(f"{key} must be a list, got {short(tokens)}")
         f.scopes = (("", {**metadata, r.keys["vocab_size"][0]: len(tokens)}),)
         r.vocabulary()
         f.scopes = (("", metadata),)
@@ -214,6 +227,9 @@ def _context(r: Resolver, arch: str) -> None:
         f.note(f"target_hidden_size: {width} by the shape of fc.weight, the drafter has {hidden}")
     f.sources["target_hidden_size"] = "shape of fc.weight"
     check_layer_ids(f, ids, depth, inputs, width)
+    for key, stated in f.found(f"{arch}.dflash.n_target_features"):
+        if stated != inputs:
+            f.note(f"{key} = {short(stated)}, but fc.weight has {inputs} columns, which counts")
     v["target_hidden_size"], v["target_layer_ids"] = width, ids
 
 
@@ -221,13 +237,18 @@ def _layers(r: Resolver, arch: str, kind: Kind) -> tuple[LayerAttention, ...]:
     layers = attention_from_gguf(r.fields, arch, r.values["num_layers"], kind == "dflash2")
     if r.overrides.causal is None:
         return layers
-    r.fields.sources["causality"] = "override"
+    r.fields.sources["layers"] += ", causal: override"
     return tuple(LayerAttention(layer.window, r.overrides.causal) for layer in layers)
 
 
-def _scales(r: Resolver, kind: Kind) -> None:
+def _scales(r: Resolver, arch: str, kind: Kind) -> None:
     f, v = r.fields, r.values
     used = "logit_scale" if kind == "dspark" else "output_multiplier"
+    if arch.startswith("gemma") and not f.found(*r.keys["input_embedding_scale"]):
+        # Gemma scales its embeddings, and lucebox's files have no key for it
+        root = v["target_hidden_size"] ** 0.5
+        f.scopes = (*f.scopes, ("", {r.keys["input_embedding_scale"][0]: root}))
+        f.note(f"input_embedding_scale: {root:.6g} by the rule for Gemma targets")
     for field in ("value_scale", "input_embedding_scale", used):
         hits = f.found(*r.keys[field])
         if hits and hits[0][1] == 0:  # 0 is "unset" in ggml
@@ -251,4 +272,4 @@ def _unknown_keys(fields: Fields, arch: str, metadata: Mapping[str, Any]) -> Non
         name = key.removeprefix(f"{arch}.")
         if name == key or key in fields.used or _KNOWN.fullmatch(name):
             continue
-        fields.note(f"{key} = {value!r} is not a key we know: ignored")
+        fields.note(f"{key} = {short(value)} is not a key we know: ignored")

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final, cast
 
-from ..fields import Fields
+from ..fields import Fields, short
 from .attention import LayerAttention, attention_from_hf, layer_types
 from .config import DrafterConfig, Kind
 from .layer_ids import check_layer_ids, default_layer_ids, layer_ids_from_hf
@@ -66,6 +66,7 @@ def config_from_hf(
     shapes: Shapes | None = None,
     *,
     where: str = "config.json",
+    tensors_in: str | None = None,
     overrides: Overrides | None = None,
 ) -> DrafterConfig:
     """Resolve and check a drafter's config.
@@ -78,6 +79,7 @@ def config_from_hf(
         config: content of ``config.json``.
         shapes: logical name -> row-major shape; None resolves from the config alone.
         where: the file, for messages.
+        tensors_in: file or folder of the tensors, for messages; by default ``where``.
         overrides: what the caller knows better.
 
     Raises:
@@ -87,7 +89,7 @@ def config_from_hf(
     overrides = overrides or Overrides()
     fields = _scopes(config, where)
     _refuse(fields)
-    kind = _kind(fields, shapes, where)
+    kind = _kind(fields, shapes, tensors_in or where)
     r = Resolver(fields, _KEYS, shapes or {}, kind, overrides)
     v = r.values
     r.backbone()
@@ -110,7 +112,7 @@ def config_from_hf(
     if kind == "dspark":
         r.markov()
     _unknown_keys(fields)
-    return r.build()
+    return r.build(tensors_in or where)
 
 
 def _scopes(config: Mapping[str, Any], where: str) -> Fields:
@@ -122,7 +124,7 @@ def _scopes(config: Mapping[str, Any], where: str) -> Fields:
         if inner is None:
             continue
         if not isinstance(inner, Mapping):
-            Fields(where, []).fail(f"{name} must be a mapping, got {inner!r}")
+            Fields(where, []).fail(f"{name} must be a mapping, got {short(inner)}")
         scopes.append((f"{name}.", inner))
     return Fields(where, [*scopes, ("", config)])
 
@@ -144,7 +146,7 @@ def _refuse(fields: Fields) -> None:
     ):
         for key, value in fields.found(name):
             if value != neutral:
-                fields.fail(f"{key} = {value!r} belongs to a drafter that is not supported")
+                fields.fail(f"{key} = {short(value)} belongs to a drafter that is not supported")
 
 
 def _kind(fields: Fields, shapes: Shapes | None, where: str) -> Kind:
@@ -184,7 +186,7 @@ def _hint(fields: Fields) -> Kind | None:
 
 def _block(r: Resolver, kind: Kind, speculators: bool) -> None:
     f, v = r.fields, r.values
-    v["block_size"] = f.require(int, "block_size", *_KEYS["block_size"], default=16, low=1)
+    r.block_size()
     anchor = f.optional(bool, "sample_from_anchor")
     source = f.sources.get("sample_from_anchor", "")
     bonus = f.optional(bool, "sample_from_anchor", "dspark_bonus_anchor")
@@ -241,7 +243,7 @@ def _layers(r: Resolver, speculators: bool) -> tuple[LayerAttention, ...]:
     layers = attention_from_hf(r.fields, r.values["num_layers"], speculators)
     if r.overrides.causal is None:
         return layers
-    r.fields.sources["causality"] = "override"
+    r.fields.sources["layers"] += ", causal: override"
     return tuple(LayerAttention(layer.window, r.overrides.causal) for layer in layers)
 
 
@@ -270,4 +272,4 @@ def _unknown_keys(fields: Fields) -> None:
         for name, value in mapping.items():
             key = prefix + name
             if value is not None and key not in fields.used and not _TRAINING.fullmatch(name):
-                fields.note(f"{key} = {value!r} is not a key we know: ignored")
+                fields.note(f"{key} = {short(value)} is not a key we know: ignored")

@@ -13,6 +13,7 @@ __all__ = ["Overrides", "Resolver"]
 
 Keys = Mapping[str, tuple[str, ...]]
 
+_BLOCK_SIZE: Final = 16  # what the first drafters had
 _ACTIVATIONS: Final = {"silu": "silu", "swish": "silu"}
 
 
@@ -183,7 +184,7 @@ class Resolver:
             text = f.found("mask_token")
             hint = f" (mask_token {text[0][1]!r} names it)" if text else ""
             f.missing(
-                self.keys["mask_token_id"][:1],
+                self.keys["mask_token_id"],
                 f"look the mask token up in the target's tokenizer{hint} and pass mask_token_id=",
             )
         if not 0 <= mask < stated:
@@ -288,11 +289,20 @@ class Resolver:
         f.sources["confidence"] = f"shape of {name}"
         return found
 
-    def build(self) -> DrafterConfig:
+    def block_size(self) -> None:
+        """Rows of a full block."""
+        f = self.fields
+        size = f.optional(int, "block_size", *self.keys["block_size"], low=1)
+        if size is None:
+            size, f.sources["block_size"] = _BLOCK_SIZE, "default"
+            f.note(f"block_size: the file does not say, {size} is assumed")
+        self.values["block_size"] = size
+
+    def build(self, tensors_in: str) -> DrafterConfig:
         """The config, checked against every tensor if there are any."""
         config = DrafterConfig(
             **self.values, sources=dict(self.fields.sources), notes=tuple(self.fields.notes)
         )
         if self.shapes:
-            check_tensors(config, self.shapes, self.fields.where)
+            check_tensors(config, self.shapes, tensors_in)
         return config

@@ -59,8 +59,8 @@ class RopeConfig:
             raise ValueError(
                 f"RopeConfig: rotary_dim must be even and positive, got {self.rotary_dim}"
             )
-        if not (math.isfinite(self.factor) and self.factor > 0):
-            raise ValueError(f"RopeConfig: factor must be above 0, got {self.factor}")
+        if not (math.isfinite(self.factor) and self.factor >= 1):
+            raise ValueError(f"RopeConfig: factor must be at least 1, got {self.factor}")
         original = self.original_max_position_embeddings
         if self.type == "yarn" and (original is None or original < 1):
             raise ValueError(
@@ -115,7 +115,9 @@ class RopeConfig:
         d, original = self.rotary_dim, cast(int, self.original_max_position_embeddings)
 
         def dimension(rotations: float) -> float:
-            return d * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(self.theta))
+            # a difference of logarithms: no quotient that could overflow
+            turns = math.log(original) - math.log(rotations) - math.log(2 * math.pi)
+            return d * turns / (2 * math.log(self.theta))
 
         low, high = dimension(self.beta_fast), dimension(self.beta_slow)
         if self.truncate:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from ..fields import Fields
+from ..fields import Fields, short
 from .rope import RopeConfig, RopeType, magnitude
 
 __all__ = ["rope_from_gguf", "rope_from_hf"]
@@ -45,7 +45,9 @@ def rope_from_hf(fields: Fields, head_dim: int, layer_types: Sequence[str] = ())
     outer = Fields(fields.where, [(f"{key}.", params), *fields.scopes])
     for name in params:
         if name not in _KNOWN:
-            fields.note(f"{key}.{name} = {params[name]!r} is not a rope parameter we know: ignored")
+            fields.note(
+                f"{key}.{name} = {short(params[name])} is not a rope parameter we know: ignored"
+            )
 
     theta = outer.optional(float, "rope.theta", "rope_theta")
     if theta is None:
@@ -106,9 +108,9 @@ def _hf_parameters(fields: Fields, layer_types: Sequence[str]) -> tuple[str, Map
         return "rope_scaling", {}
     key, params = hits[0]
     for other, ignored in hits[1:]:
-        fields.note(f"rope: {key} wins over {other} = {ignored!r}")
+        fields.note(f"rope: {key} wins over {other} = {short(ignored)}")
     if not isinstance(params, Mapping):
-        fields.fail(f"{key} must be a mapping, got {params!r}")
+        fields.fail(f"{key} must be a mapping, got {short(params)}")
     keyed = {k: v for k, v in params.items() if isinstance(v, Mapping)}
     if not keyed:
         return key, params
@@ -120,8 +122,8 @@ def _hf_parameters(fields: Fields, layer_types: Sequence[str]) -> tuple[str, Map
     for name in used[1:]:
         if keyed[name] != first:
             fields.fail(
-                f"{key} must be the same for every layer type, got {first!r} for {used[0]!r} and "
-                f"{keyed[name]!r} for {name!r}"
+                f"{key} must be the same for every layer type, got {short(first)} for {used[0]!r} "
+                f"and {short(keyed[name])} for {name!r}"
             )
     return f"{key}.{used[0]}", first
 

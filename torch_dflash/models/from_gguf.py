@@ -9,7 +9,7 @@ from typing import Any, Final, cast
 from ..drafters.from_gguf import is_drafter_arch
 from ..drafters.rope_keys import rope_from_gguf
 from ..dtypes import PLAIN, check_types
-from ..fields import CheckpointError, Fields
+from ..fields import CheckpointError, Fields, short
 from ..gguf import GGUFFile
 from .config import DenseConfig, LayerKind, Qwen35Config
 from .tensors import check_target_tensors
@@ -104,7 +104,7 @@ def target_config_from_gguf(
         for key, value in fields.found(f"{arch}.{name}"):
             if value not in neutral:
                 fields.fail(
-                    f"{key} must be absent, got {value!r}: this model needs what the "
+                    f"{key} must be absent, got {short(value)}: this model needs what the "
                     f"{arch} target does not implement"
                 )
     common = _common(fields, arch, metadata, shapes)
@@ -114,7 +114,7 @@ def target_config_from_gguf(
     for key, value in metadata.items():
         name = key.removeprefix(f"{arch}.")
         if name != key and key not in fields.used and not _IGNORED.fullmatch(name):
-            fields.note(f"{key} = {value!r} is not a key we know: ignored")
+            fields.note(f"{key} = {short(value)} is not a key we know: ignored")
     common |= own
     kind = Qwen35Config if arch == "qwen35" else DenseConfig
     config = kind(**common, sources=dict(fields.sources), notes=tuple(fields.notes))
@@ -153,7 +153,10 @@ def _common(f: Fields, arch: str, metadata: Mapping[str, Any], shapes: Shapes) -
         "arch": arch,
         "hidden_size": hidden,
         "intermediate_size": integer("intermediate_size", "feed_forward_length"),
-        "num_layers": integer("num_layers", "block_count"),
+        # bounded by the tensors, so that a damaged count cannot ask for a table of billions
+        "num_layers": f.require(
+            int, "num_layers", f"{arch}.block_count", low=1, high=max(len(shapes), 1)
+        ),
         "num_heads": heads,
         "num_kv_heads": kv_heads,
         "head_dim": head_dim,
@@ -169,7 +172,7 @@ def _vocabulary(f: Fields, arch: str, metadata: Mapping[str, Any]) -> int:
     key = "tokenizer.ggml.tokens"
     tokens = metadata.get(key)
     if tokens is None or isinstance(tokens, str) or not hasattr(tokens, "__len__"):
-        f.fail(f"{key} must be a list of tokens, got {tokens!r}")
+        f.fail(f"{key} must be a list of tokens, got {short(tokens)}")
     count = len(tokens)
     stated = f.optional(int, "vocab_size", f"{arch}.vocab_size")
     if stated not in (None, count):

@@ -146,6 +146,13 @@ def check_target_tensors(
             f"{where}: a {config.arch} target must hold only its own tensors, got {len(unknown)} "
             f"unknown: {_list(unknown)}" + _hint(unknown)
         )
+    for i in skipped:
+        named = f"blk.{i}.nextn.eh_proj.weight"
+        if named not in shapes and any(_block(n) == i for n in shapes):
+            raise CheckpointError(
+                f"{where}: blk.{i} must be a NextN layer, got one without {named!r}; "
+                "nextn_predict_layers does not fit the file"
+            )
     missing = [n for n in wanted if n not in shapes]
     if missing:
         raise CheckpointError(
