@@ -1,1 +1,1 @@
-"""decoding."""
+"""Decoding: the loop, acceptance, stops and statistics."""
