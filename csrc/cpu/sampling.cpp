@@ -6,16 +6,12 @@
 
 #include "core/accept.h"
 #include "core/sampling.h"
+#include "cpu/draw.h"
 #include "cpu/parallel.h"
 #include "host/sampling.h"
 
 namespace dflash::cpu {
 namespace {
-
-void check_uniform(const char* op, const char* arg, float u, int64_t row) {
-  STD_TORCH_CHECK(u >= 0.f && u < 1.f, op, ": ", arg, " must be in [0, 1), got ", u, " in row ",
-                  row);
-}
 
 // A draw's failure as an error; `arg` is the tensor that the probabilities came from.
 void check_drawn(const char* op, const char* arg, int64_t id, int64_t row) {
@@ -48,8 +44,7 @@ Tensor sampling_probs(const Tensor& logits, const Tensor& temperature, const Ten
   const int64_t* k = top_k.const_data_ptr<int64_t>();
   const float* p = top_p.const_data_ptr<float>();
   for (int64_t r = 0; r < plan.rows; ++r) {
-    STD_TORCH_CHECK(t[r] >= 0.f && std::isfinite(t[r]), op,
-                    ": temperature must be finite and >= 0, got ", t[r], " in row ", r);
+    check_temperature(op, t[r], r);
     STD_TORCH_CHECK(k[r] >= 0, op, ": top_k must be >= 0 (0 is off), got ", k[r], " in row ", r);
     STD_TORCH_CHECK(p[r] > 0.f && p[r] <= 1.f, op, ": top_p must be in (0, 1] (1 is off), got ",
                     p[r], " in row ", r);

@@ -17,7 +17,9 @@ struct SamplingKernels {
                      float top_p, float* probs);
   // The id that `u` in [0, 1) falls on; sums[ceil(n / kDrawChunk)] is scratch.
   int64_t (*draw)(const float* p, int64_t n, float u, float* sums);
-  // Smallest id of the largest value; no NaN.
+  // Whether probs() would accept the row.
+  RowStatus (*check)(const float* logits, int64_t vocab);
+  // Smallest id of the largest value of a row that passed check().
   int64_t (*arg_max)(const float* x, int64_t n);
   // Sets to `value` every x[i] that is not among the k largest keys[i] (ties: lowest ids first).
   void (*keep_top)(const float* keys, int64_t n, int64_t k, float value, float* x);

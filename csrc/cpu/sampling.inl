@@ -107,14 +107,20 @@ void normalise(float* p, int64_t n) {
   for (int64_t i = 0; i < n; ++i) p[i] = p[i] / total;
 }
 
-RowStatus probs_row(const float* x, int64_t n, float temperature, int64_t top_k, float top_p,
-                    float* p) {
-  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+RowStatus check_row(const float* x, int64_t n) {
   int bad = 0;
   for (int64_t i = 0; i < n; ++i) bad |= !(x[i] < kInfinity);
   if (bad) return RowStatus::kNotFinite;
+  return largest(x, n) == -kInfinity ? RowStatus::kAllMinusInfinity : RowStatus::kOk;
+}
+
+RowStatus probs_row(const float* x, int64_t n, float temperature, int64_t top_k, float top_p,
+                    float* p) {
+  const RowStatus status = check_row(x, n);
+  if (status != RowStatus::kOk) return status;
   const float top = largest(x, n);
-  if (top == -kInfinity) return RowStatus::kAllMinusInfinity;
   if (temperature == 0.f) {
     memset(p, 0, size_t(n) * sizeof(float));
     p[first_equal(x, n, top)] = 1.f;
@@ -155,6 +161,6 @@ int64_t draw(const float* p, int64_t n, float u, float* sums) {
 
 }  // namespace
 
-const SamplingKernels kSampling = {probs_row, draw, arg_max, keep_top};
+const SamplingKernels kSampling = {probs_row, draw, check_row, arg_max, keep_top};
 
 }  // namespace dflash::cpu::DFLASH_ISA

@@ -3,24 +3,9 @@
 #include <torch/csrc/stable/ops.h>
 
 #include "core/random.h"
-#include "host/check.h"
+#include "host/argument.h"
 
 namespace dflash {
-
-// dtype, number of dimensions, contiguity and device of one argument.
-inline void check_argument(const char* op, const char* arg, const Tensor& t, ScalarType dtype,
-                           int64_t dim, const char* layout, const Tensor& like) {
-  check_dtype(op, arg, t, {dtype});
-  check_dim(op, arg, t, dim, layout);
-  check_contiguous(op, arg, t);
-  check_same_device(op, arg, t, like);
-}
-
-inline void check_size(const char* op, const char* arg, const Tensor& t, int64_t dim, int64_t want,
-                       const char* why) {
-  STD_TORCH_CHECK(t.size(dim) == want, op, ": ", arg, " must have ", want, " ", why, ", got shape ",
-                  shape_str(t));
-}
 
 struct UniformPlan {
   int64_t count;
@@ -35,8 +20,8 @@ inline UniformPlan plan_uniform(const Tensor& seeds, const Tensor& positions, in
   for (int64_t d = 0; same && d < seeds.dim(); ++d) same = seeds.size(d) == positions.size(d);
   STD_TORCH_CHECK(same, op, ": positions must have the shape of seeds ", shape_str(seeds), ", got ",
                   shape_str(positions));
-  check_contiguous(op, "seeds", seeds);
-  check_contiguous(op, "positions", positions);
+  STD_TORCH_CHECK(seeds.is_contiguous() && positions.is_contiguous(), op,
+                  ": seeds and positions must be contiguous; call .contiguous()");
   check_same_device(op, "positions", positions, seeds);
   STD_TORCH_CHECK(stream >= 0 && stream < kStreams, op,
                   ": stream must be 0 (target), 1 (draft) or 2 (acceptance), got ", stream);

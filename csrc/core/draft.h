@@ -1,0 +1,25 @@
+// Formulas of the drafters' own operators (DFlash2's convolution and selector, DSpark's chain).
+#pragma once
+#include "core/numeric.h"
+
+namespace dflash {
+
+// Grouped dynamic convolution along the rows of one block, at channel c of group c / (H / groups):
+//   y_i = sum over t ascending of (base[t] + coef_i[t]) x_{i-t},  from 0, rows before the block out
+// One tap of it:
+DFLASH_HD float conv_tap(float base, float coef, float x, float sum) {
+  return fma(base + coef, x, sum);
+}
+
+// Candidate selector: the predecessor's row meets the block's hidden row once, then each candidate.
+//   score_c + dot(predecessor * hidden, successor_c)
+DFLASH_HD float edge_score(float score, float compatibility) {
+  return score + compatibility;
+}
+
+// Markov chain: logits of a slot given the token before it.
+DFLASH_HD float markov_logit(float base, float logit_scale, float bias) {
+  return fma(logit_scale, bias, base);
+}
+
+}  // namespace dflash

@@ -1,0 +1,2 @@
+#include "cpu/avx2.h"
+#include "cpu/draft.inl"

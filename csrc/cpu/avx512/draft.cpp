@@ -1,0 +1,2 @@
+#include "cpu/avx512.h"
+#include "cpu/draft.inl"

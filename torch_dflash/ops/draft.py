@@ -1,0 +1,137 @@
+"""The drafters' own operators."""
+
+import torch
+from torch import Tensor
+
+from .act import act_bytes
+
+__all__ = ["grouped_conv", "selector_walk"]
+
+
+def grouped_conv(
+    x: Tensor, coef: Tensor, base: Tensor, side: int, cu_seqlens: Tensor, act_mode: int
+) -> Tensor:
+    r"""Causal convolution along the rows of a block, with a kernel per row and group of channels.
+
+    .. math:: y_{ic} = \sum_{t=0}^{T-1} (b_{tc} + k_{it,\,c / (H / G)})\, x_{i-t,c}
+
+    Taps that would reach in front of the row's own block do not exist; where a block begins is
+    said by ``cu_seqlens`` of this call, never by the length the drafter was trained with.
+
+    Args:
+        x: ``[rows, columns]`` float32, the rows of all blocks one after the other.
+        coef: dynamic part of the kernels ``[rows, 2 * taps * groups]`` float32 (side slowest, group
+            fastest); ``columns`` is a multiple of ``groups``.
+        base: static part ``[2, taps, columns]`` float32.
+        side: 0 for the input of a sublayer, 1 for its output.
+        cu_seqlens: ``[sequences + 1]`` int32, first row of every block, and the end.
+        act_mode: 0 = float32 output, 1 = packed as :func:`quant_act` does.
+
+    Returns:
+        float32 ``[rows, columns]``, or uint8 ``[rows, act_bytes(columns, 1)]``.
+
+    Raises:
+        RuntimeError: a shape, dtype, layout or mode above does not hold; on CPU also offsets that
+            do not rise from 0 to ``rows``.
+
+    Source: z-lab's DFlash2. Formula: ``csrc/core/draft.h``. Backends: CPU, CUDA.
+    Not differentiable.
+
+    >>> x, base = torch.ones(4, 1), torch.tensor([[[1.0], [0.5]], [[0.0], [0.0]]])
+    >>> cu = torch.tensor([0, 3, 4], dtype=torch.int32)
+    >>> grouped_conv(x, torch.zeros(4, 4), base, 0, cu, 0).flatten()
+    tensor([1.0000, 1.5000, 1.5000, 1.0000])
+    """
+    return torch.ops.dflash.grouped_conv.default(x, coef, base, side, cu_seqlens, act_mode)
+
+
+@torch.library.register_fake("dflash::grouped_conv")
+def _(
+    x: Tensor, coef: Tensor, base: Tensor, side: int, cu_seqlens: Tensor, act_mode: int
+) -> Tensor:
+    rows, columns = x.shape
+    if act_mode == 0:
+        return x.new_empty((rows, columns))
+    return x.new_empty((rows, act_bytes(columns, act_mode)), dtype=torch.uint8)
+
+
+def selector_walk(
+    ids: Tensor,
+    scores: Tensor,
+    hidden: Tensor,
+    anchor: Tensor,
+    predecessor: Tensor,
+    predecessor_type: int,
+    successor: Tensor,
+    successor_type: int,
+    temperature: Tensor,
+    uniform: Tensor,
+) -> tuple[Tensor, Tensor]:
+    r"""Walk through the candidates of every slot, each choice conditioning the next.
+
+    .. math:: S_j(c) = u_j(c) + \sum_r A_{\text{pred},r}\, g_{jr}\, B_{c,r}
+
+    where pred is the anchor at slot 0 and then the token chosen before. Temperature 0 takes the
+    largest score (the first in the list among equals); otherwise a candidate is drawn from
+    :math:`\operatorname{softmax}(S_j / t)`.
+
+    Args:
+        ids: candidates ``[sequences, slots, candidates]`` int64, rows of the codebooks.
+        scores: their logits, same shape, float32, after multiplier and soft cap.
+        hidden: the block's projected hidden rows ``[sequences, slots, rank]`` float32.
+        anchor: ``[sequences]`` int64, a row of the codebooks.
+        predecessor: codebook A, GGUF bytes ``[vocab, bytes]`` uint8 of ``rank`` values a row.
+        predecessor_type: its ggml type id.
+        successor: codebook B, as many rows and values.
+        successor_type: its ggml type id.
+        temperature: ``[sequences]`` float32, >= 0.
+        uniform: ``[sequences, slots]`` float32 in [0, 1); not read at temperature 0.
+
+    Returns:
+        ``(tokens, q)``: int64 ``[sequences, slots]``, and the distribution over ``ids`` that each
+        was drawn from, float32 ``[sequences, slots, candidates]`` (one-hot at temperature 0).
+
+    Raises:
+        RuntimeError: a shape, dtype or layout above does not hold; on CPU also an id outside the
+            codebooks or a score that is NaN or infinite, named with its place. On a GPU such a
+            sequence has the token -1 from there on.
+
+    Source: z-lab's DFlash2. Formula: ``csrc/core/draft.h``. Backends: CPU, CUDA.
+    Not differentiable.
+
+    >>> table = torch.eye(2).view(torch.uint8)  # F32 codebooks of rank 2
+    >>> ids, scores = torch.tensor([[[0, 1], [0, 1]]]), torch.zeros(1, 2, 2)
+    >>> hidden, anchor = torch.ones(1, 2, 2), torch.tensor([1])
+    >>> selector_walk(
+    ...     ids, scores, hidden, anchor, table, 0, table, 0, torch.zeros(1), torch.zeros(1, 2)
+    ... )[0]
+    tensor([[1, 1]])
+    """
+    return torch.ops.dflash.selector_walk.default(
+        ids,
+        scores,
+        hidden,
+        anchor,
+        predecessor,
+        predecessor_type,
+        successor,
+        successor_type,
+        temperature,
+        uniform,
+    )
+
+
+@torch.library.register_fake("dflash::selector_walk")
+def _(
+    ids: Tensor,
+    scores: Tensor,
+    hidden: Tensor,
+    anchor: Tensor,
+    predecessor: Tensor,
+    predecessor_type: int,
+    successor: Tensor,
+    successor_type: int,
+    temperature: Tensor,
+    uniform: Tensor,
+) -> tuple[Tensor, Tensor]:
+    return ids.new_empty(ids.shape[:2]), torch.empty_like(scores)
