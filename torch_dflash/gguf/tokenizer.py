@@ -298,7 +298,7 @@ class _Keys:
         if value is None:
             self.fail(f"{key} must say which tokens are special, got none")
         items = list(value) if isinstance(value, list | GGUFArray) else []
-        types = [t for t in items if isinstance(t, int) and 1 <= t <= len(TokenType)]
+        types = [t for t in items if isinstance(t, int) and 1 <= t <= TokenType.BYTE]
         if len(types) != n:
             self.fail(f"{key} must hold {n} values of 1 to 6, got {len(items)}: {value!r:.60}")
         return types
