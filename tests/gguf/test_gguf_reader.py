@@ -248,6 +248,10 @@ HOSTILE = {
     "tensor count 2^62": (gguf([ARCH], n_tensors=MANY), "tensor count must fit"),
     "tensor count one too many": (gguf([ARCH], F, bytes(16), n_tensors=2), "needs|must"),
     "metadata count 2^64-1": (gguf([ARCH], n_kv=(1 << 64) - 1), "metadata count must fit"),
+    "metadata count that fits only by the byte": (
+        gguf([ARCH], n_kv=40, data=bytes(64)),
+        "metadata count must fit the [0-9]+ bytes that follow, got 40 items of at least 13 bytes",
+    ),
     "metadata count above the limit": (
         gguf(n_kv=1 << 17) + bytes(13 << 17),
         "metadata count must be at most 65536, got 131072",
@@ -295,12 +299,12 @@ HOSTILE = {
         "'k' must hold 2 strings within the file",
     ),
     "more strings than the limit": (
-        gguf([array("k", STR, [], 1 << 23)], data=bytes(8 << 23)),
-        "must be at most 4194304, got 8388608",
+        gguf([array("k", STR, [], 1 << 22)], data=bytes(8 << 22)),
+        "must be at most 2097152, got 4194304",
     ),
     "two arrays above the limit": (
-        gguf([array(k, STR, [], 3 << 20) + bytes(8 * (3 << 20)) for k in "ab"]),
-        "all arrays together must hold at most 4194304 strings",
+        gguf([array(k, STR, [], 3 << 19) + bytes(8 * (3 << 19)) for k in "ab"]),
+        "all arrays together must hold at most 2097152 strings",
     ),
     "array of arrays": (
         gguf([text("k") + struct.pack("<IIQ", ARR, ARR, 1)], data=bytes(64)),
@@ -393,10 +397,10 @@ HOSTILE = {
 def test_hostile_file(write, case):
     data, message = HOSTILE[case]
     path = write(data)
-    start = time.perf_counter()
+    start = time.process_time()  # of this process: neighbours do not count
     with pytest.raises(GGUFError, match=message) as caught:
         GGUFFile.open(path)
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
     text = str(caught.value)
     assert text.startswith(f"{path}: ")
     assert "\n" not in text

@@ -35,7 +35,7 @@ _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 # The format has no limits of its own. These are far above any published file and keep a hostile
 # one from costing more than a second.
 MAX_ENTRIES: Final = 1 << 16  # metadata keys, tensors
-_MAX_STRINGS: Final = 1 << 22  # strings in one file's arrays
+_MAX_STRINGS: Final = 1 << 21  # strings in one file's arrays
 _MAX_NAME: Final = 1 << 16  # bytes of a key or a tensor name
 _EAGER: Final = 4096  # arrays up to this length are decoded at open
 
