@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from torch_dflash.decoding.proposal import Proposal
-from torch_dflash.policies import CostPolicy, FixedPolicy
+from torch_dflash.policies import ConfidencePolicy, CostPolicy, FixedPolicy
 
 
 def simulate(policy, cost, accept, steps, most=7, seed=0):
@@ -87,22 +87,49 @@ def test_times_are_monotone_and_interpolated():
     assert policy.seconds(6) == pytest.approx([1.0, 1.0, 4 / 3, 5 / 3, 2.0, 7 / 3, 8 / 3])
 
 
-def test_row_26_a_drafter_that_never_pays_is_reported_once(caplog):
-    policy = CostPolicy()
+POLICIES = [FixedPolicy, CostPolicy, ConfidencePolicy]
+
+
+@pytest.mark.parametrize("kind", POLICIES)
+def test_row_26_a_drafter_that_never_pays_is_reported_once(kind, caplog):
+    policy = kind()
     with caplog.at_level(logging.WARNING, "torch_dflash"):
+        for _ in range(9):
+            policy.observe(7, 0, 1.0)
+        assert not caplog.records  # 63 offered tokens are not enough for a verdict
         for _ in range(40):
             policy.observe(7, 0, 1.0)
+            policy.observe(0, 0, 1.0)
     assert [r.message for r in caplog.records] == [
-        "the target accepts 0.0 % of 70 draft tokens: this drafter does not pay here; check that "
-        "it was trained for this target and this kind of text"
+        "the target accepts 0.0 % of the last draft tokens (70 offered so far): this drafter does "
+        "not pay here; check that it was trained for this target and this kind of text"
     ]
 
 
-@pytest.mark.parametrize("kind", [FixedPolicy, CostPolicy])
+@pytest.mark.parametrize("kind", POLICIES)
+def test_a_drafter_that_stops_paying_is_reported(kind, caplog):
+    policy = kind()
+    with caplog.at_level(logging.WARNING, "torch_dflash"):
+        for _ in range(200):
+            policy.observe(7, 5, 1.0)
+        assert not caplog.records
+        for _ in range(60):
+            policy.observe(7, 0, 1.0)
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("kind", POLICIES)
 @pytest.mark.parametrize("junk", [0, -1, 2.5, "abc", True, float("nan")])
 def test_row_26_junk_limits_are_errors(kind, junk):
     with pytest.raises(ValueError, match="draft_tokens must be an integer >= 1 or None"):
-        kind(junk)
+        kind(draft_tokens=junk)
+
+
+@pytest.mark.parametrize("name", ["survival", "confidence"])
+@pytest.mark.parametrize("junk", ["abc", float("nan"), float("inf"), -0.1, 1.1, True, None])
+def test_row_26_junk_thresholds_are_errors(name, junk):
+    with pytest.raises(ValueError, match=rf"{name} must be a number in \[0, 1\], got"):
+        ConfidencePolicy(**{name: junk})
 
 
 def test_limits():
@@ -133,6 +160,46 @@ def test_confidence_cuts_where_it_falls():
     assert policy.select(proposal([0.99, 0.99, 0.01, 0.01, 0.01, 0.01, 0.01]), 7) == 2
     assert policy.select(proposal([0.01] * 7), 7) == 1
     assert policy.select(proposal([float("nan")] * 7), 7) == 1
+
+
+def test_golden_g4_thresholds():
+    scored = proposal([0.178726, 0.726115, 0.240489])
+    keep = {
+        (0.0, 0.2): 0,  # per position
+        (0.0, 0.15): 3,
+        (0.15, 0.0): 1,  # cumulative
+        (0.12, 0.0): 2,
+        (0.0, 0.0): 3,
+    }
+    for (survival, confidence), n in keep.items():
+        assert ConfidencePolicy(survival, confidence).select(scored, 3) == n
+
+
+def test_row_12_the_gate_needs_scores_for_the_whole_chain(caplog):
+    policy = ConfidencePolicy(0.5)
+    with caplog.at_level(logging.WARNING, "torch_dflash"):
+        assert policy.select(proposal(None), 7) == 7
+        assert policy.select(proposal([0.1] * 3), 7) == 7
+    assert len(caplog.records) == 1
+    assert policy.select(proposal([0.1] * 7), 7) == 0
+    assert policy.select(proposal([float("nan")] * 7), 7) == 0
+
+
+@pytest.mark.parametrize("kind", [CostPolicy, ConfidencePolicy])
+def test_a_token_is_offered_by_the_scores_up_to_it_alone(kind):
+    """Otherwise a token would be dropped because of its own value: sampled output biased."""
+    policy = kind()
+    simulate(policy, lambda n: 1.0 + 0.25 * n, [0.8] * 7, 200)
+    rng = random.Random(3)
+    lengths = set()
+    for _ in range(300):
+        scores = [rng.choice([0.2, 0.6, 0.8, 0.95, 0.99]) for _ in range(7)]
+        n = policy.select(proposal(scores), 7)
+        lengths.add(n)
+        for i in range(n + 1):  # token i + 1 is offered iff i < n, whatever comes after its score
+            other = scores[: i + 1] + [rng.random() for _ in range(6 - i)]
+            assert (policy.select(proposal(other[:7]), 7) > i) == (i < n)
+    assert len(lengths) > 3
 
 
 def test_head_of_a_proposal():

@@ -1,7 +1,8 @@
 """Policies: how much of a proposal is worth verifying. None of them can change a token."""
 
 from .base import Policy
+from .confidence import ConfidencePolicy
 from .cost import CostPolicy
 from .fixed import FixedPolicy
 
-__all__ = ["CostPolicy", "FixedPolicy", "Policy"]
+__all__ = ["ConfidencePolicy", "CostPolicy", "FixedPolicy", "Policy"]

@@ -21,7 +21,12 @@ class Policy(Protocol):
         """
 
     def select(self, proposal: Proposal, wanted: int) -> int:
-        """After drafting: how many tokens to verify, ``0 .. wanted``."""
+        """After drafting: how many tokens to verify, ``0 .. wanted``.
+
+        Whether token i is among them may depend on the confidences up to its own position, never on
+        token i, what follows it or q: a draft token that is dropped because of its own value makes
+        sampled output differ from the target's distribution.
+        """
 
     def observe(self, offered: int, accepted: int, seconds: float) -> None:
         """Take note of a finished step.

@@ -1,16 +1,14 @@
 """As many draft tokens as pay: measured step times against measured acceptance."""
 
-import logging
 import math
 from collections import deque
 from statistics import median
 
 from ..decoding.proposal import Proposal
 from .base import check_draft_tokens
+from .report import AcceptanceReport
 
 __all__ = ["CostPolicy"]
-
-_LOG = logging.getLogger("torch_dflash")
 
 _WINDOW = 15  # step times kept per length; their median ignores outliers
 _SKIP = 1  # first step of a length: allocations, cold code
@@ -20,7 +18,6 @@ _PROBE_DECAY = 0.7  # the same for a probe: it is rare, and has to count
 _PRIOR = (4.0, 0.7)  # weight and value of the acceptance assumed at every position before evidence
 _MARGIN = 1.02  # a length must promise this much more than plain decoding
 _FIRST_BURST, _LONGEST_BURST = 32, 512  # plain steps between two probes
-_REPORT_AFTER, _REPORT_BELOW = 64, 0.1  # offered tokens, acceptance: a drafter that never pays
 
 
 class CostPolicy:
@@ -48,8 +45,7 @@ class CostPolicy:
         self._plain_left = 0
         self._burst = _FIRST_BURST
         self._probing = False
-        self._total_offered = self._total_accepted = 0
-        self._reported = False
+        self._report = AcceptanceReport()
 
     def draft_tokens(self, most: int) -> int:
         """The best length by what is known; lengths not yet timed come first."""
@@ -71,16 +67,41 @@ class CostPolicy:
         return best
 
     def select(self, proposal: Proposal, wanted: int) -> int:
-        """What was wanted, or less where the drafter's own confidence says so."""
+        """What was wanted, or less where the drafter's own confidence says so.
+
+        Token by token: the next one is offered if some longer block promises more than stopping
+        here. What is known then are the confidences up to that token; beyond it the average counts.
+        Looking further would be a choice by the token's own value, and would bias sampled output.
+        """
         wanted = min(wanted, proposal.tokens.shape[1])
-        if proposal.confidence is None or wanted <= 1:
+        times = self.seconds(wanted)
+        if proposal.confidence is None or proposal.confidence.shape[1] < wanted or not times:
             return wanted
-        survival, alive = [], 1.0
-        for confidence in proposal.confidence[0, :wanted].tolist():
+        average = self._survival(wanted)
+        alive, expected = 1.0, 1.0
+        for n, confidence in enumerate(proposal.confidence[0, :wanted].tolist()):
             alive *= confidence if math.isfinite(confidence) else 0.0
-            survival.append(alive)
-        # Drafting is paid for: at least one token is verified.
-        return max(1, self._best(wanted, survival))
+            # Drafting is paid for: at least one token is verified.
+            if n > 0 and not self._worth(n, expected, alive, average, times):
+                return n
+            expected += alive
+        return wanted
+
+    @staticmethod
+    def _worth(
+        n: int, expected: float, alive: float, average: list[float], times: list[float]
+    ) -> bool:
+        """Whether any block longer than n promises more tokens per second than n.
+
+        ``expected`` tokens come from the first n, ``alive`` from token n + 1.
+        """
+        stop = expected / times[n]
+        scale = alive / average[n] if average[n] > 0 else 0.0
+        for longer in range(n + 1, len(times)):
+            expected += scale * average[longer - 1]
+            if expected / times[longer] > stop:
+                return True
+        return False
 
     def observe(self, offered: int, accepted: int, seconds: float) -> None:
         """Take note of a finished step; times that cannot be are ignored."""
@@ -99,22 +120,7 @@ class CostPolicy:
         for i in range(min(accepted + 1, offered)):  # a later token was never judged
             self._offered[i] = self._offered[i] * decay + 1
             self._accepted[i] = self._accepted[i] * decay + (i < accepted)
-        self._total_offered += offered
-        self._total_accepted += accepted
-        self._report()
-
-    def _report(self) -> None:
-        if self._reported or self._total_offered < _REPORT_AFTER:
-            return
-        rate = self._total_accepted / self._total_offered
-        if rate < _REPORT_BELOW:
-            self._reported = True
-            _LOG.warning(
-                "the target accepts %.1f %% of %d draft tokens: this drafter does not pay here; "
-                "check that it was trained for this target and this kind of text",
-                100 * rate,
-                self._total_offered,
-            )
+        self._report.observe(offered, accepted)
 
     def _survival(self, most: int) -> list[float]:
         """P(the first i draft tokens are accepted), i = 1 .. most."""

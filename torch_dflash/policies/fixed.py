@@ -2,6 +2,7 @@
 
 from ..decoding.proposal import Proposal
 from .base import check_draft_tokens
+from .report import AcceptanceReport
 
 __all__ = ["FixedPolicy"]
 
@@ -18,6 +19,7 @@ class FixedPolicy:
 
     def __init__(self, draft_tokens: int | None = None) -> None:
         self._most = check_draft_tokens(draft_tokens)
+        self._report = AcceptanceReport()
 
     def draft_tokens(self, most: int) -> int:
         """The limit, or all."""
@@ -28,4 +30,5 @@ class FixedPolicy:
         return min(wanted, proposal.tokens.shape[1])
 
     def observe(self, offered: int, accepted: int, seconds: float) -> None:
-        """Nothing to learn."""
+        """Only watched for a drafter that never pays."""
+        self._report.observe(offered, accepted)
