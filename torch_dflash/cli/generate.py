@@ -43,7 +43,10 @@ def add_parser(commands: Any) -> None:
     )
     p.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-text token")
     p.add_argument(
-        "--policy", choices=("fixed", "cost"), default="cost", help="draft tokens per step"
+        "--policy",
+        choices=("fixed", "cost", "confidence"),
+        default="cost",
+        help="draft tokens per step: all, what pays, or what the drafter believes in",
     )
     p.add_argument(
         "--draft-tokens", type=int, help="most draft tokens per step (default: full block)"
@@ -104,11 +107,10 @@ def _encode(args: argparse.Namespace, tokenizer: "Tokenizer") -> list[int]:
 
 
 def _policy(args: argparse.Namespace) -> Any:
-    from ..policies import CostPolicy, FixedPolicy
+    from ..policies import ConfidencePolicy, CostPolicy, FixedPolicy
 
-    return (
-        FixedPolicy(args.draft_tokens) if args.policy == "fixed" else CostPolicy(args.draft_tokens)
-    )
+    kinds = {"fixed": FixedPolicy, "cost": CostPolicy, "confidence": ConfidencePolicy}
+    return kinds[args.policy](draft_tokens=args.draft_tokens)
 
 
 def _generate(
