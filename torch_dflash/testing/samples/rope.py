@@ -10,7 +10,7 @@ from ...reference import rope
 from .. import operator
 
 
-def queries(
+def _oracle(
     q: Tensor | None,
     k: Tensor,
     v: Tensor,
@@ -22,15 +22,21 @@ def queries(
     inv_freq: Tensor,
     attention_scaling: float,
     sections: Sequence[int],
-    *_: Tensor,
+    slots: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
 ) -> Tensor:
+    angle = rope.angles(positions, inv_freq, sections)
+    keys = rope.rotate(rope.head_norm(k, k_weight, eps, plus_one), angle, attention_scaling)
+    stored = slots >= 0
+    for cache, rows in ((k_cache, keys), (v_cache, v)):
+        cache.flatten(0, 1)[slots[stored]] = rows[stored].to(cache.dtype)
     if q is None:
         return k.new_empty(0)
-    angle = rope.angles(positions, inv_freq, sections)
     return rope.rotate(rope.head_norm(q, q_weight, eps, plus_one), angle, attention_scaling).float()
 
 
-@operator("qk_norm_rope_store", oracle=queries)
+@operator("qk_norm_rope_store", oracle=_oracle)
 def qk_norm_rope_store(device: torch.device) -> Iterator[tuple[Any, ...]]:
     g = torch.Generator().manual_seed(0)
 
