@@ -107,6 +107,13 @@ def test_large_arrays_stay_packed(write):
             strings.to_numpy()
 
 
+def test_few_but_long_strings_stay_packed(write):
+    words = ["a" * 600_000, "b" * 600_000]
+    with GGUFFile.open(write(gguf([ARCH, array("s", STR, words)]))) as file:
+        assert isinstance(file.metadata["s"], GGUFArray)
+        assert file.metadata["s"].to_list() == words
+
+
 def test_bad_utf8_in_a_large_array_is_named_when_read(write):
     words = [b"ok"] * 4999 + [b"\xff"]
     array_of = gguf([ARCH, array("s", STR, words)])
@@ -281,11 +288,23 @@ HOSTILE = {
     ),
     "string of 2^40": (
         gguf([text("k") + struct.pack("<IQ", STR, HUGE)], data=bytes(64)),
-        "value of 'k' needs 1099511627776 bytes",
+        "value of 'k' must have at most 134217728 bytes, got 1099511627776",
     ),
     "string of 2^64-1": (
         gguf([text("k") + struct.pack("<IQ", STR, (1 << 64) - 1)], data=bytes(64)),
-        "value of 'k' needs 18446744073709551615 bytes",
+        "value of 'k' must have at most 134217728 bytes, got 18446744073709551615",
+    ),
+    "string longer than the file": (
+        gguf([text("k") + struct.pack("<IQ", STR, 100)], data=bytes(64)),
+        "value of 'k' needs 100 bytes at offset",
+    ),
+    "a long key and a long value": (
+        gguf([kv("k" * 60000, STR, "v"), kv("k" * 60000, STR, "v" * 60000)]),
+        "metadata keys must be unique, got 'kkk",
+    ),
+    "a long architecture": (
+        gguf([kv("general.alignment", STR, "a" * 60000)]),
+        "power of two",
     ),
     "array of 2^40 strings": (gguf([array("k", STR, [], HUGE)], data=bytes(64)), "'k' must fit"),
     "array of 2^62 uint64": (gguf([array("k", U64, [], MANY)], data=bytes(64)), "'k' must fit"),

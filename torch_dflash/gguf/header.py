@@ -37,7 +37,9 @@ _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 MAX_ENTRIES: Final = 1 << 16  # metadata keys, tensors
 _MAX_STRINGS: Final = 1 << 21  # strings in one file's arrays
 _MAX_NAME: Final = 1 << 16  # bytes of a key or a tensor name
-_EAGER: Final = 4096  # arrays up to this length are decoded at open
+_MAX_TEXT: Final = 1 << 27  # bytes of one string; the longest is a tokenizer.json of 30 MB
+_EAGER: Final = 4096  # arrays of up to so many values, and
+_EAGER_BYTES: Final = 1 << 20  # so many bytes, are decoded at open
 
 
 class GGUFError(ValueError):
@@ -165,10 +167,10 @@ class Cursor:
             self.fail(f"{what} must be at most {limit}, got {n}")
         return n
 
-    def string(self, what: str, limit: int | None = None) -> str:
+    def string(self, what: str, limit: int) -> str:
         """Read a string of at most ``limit`` bytes."""
         n = self.u64(f"length of {what}")
-        if limit is not None and n > limit:
+        if n > limit:
             self.fail(f"{what} must have at most {limit} bytes, got {n}")
         at = self.take(n, what)
         return _utf8(self.buf[at : at + n], f"{self.path}: {what}")
@@ -202,37 +204,37 @@ class Cursor:
 
     def value(self, key: str) -> tuple[str, Value]:
         """Read a typed value; return its type's name and itself."""
-        kind = self.u32(f"type of {key!r}")
+        kind = self.u32(f"type of {key!r:.80}")
         if kind == _STRING:
-            return "string", self.string(f"value of {key!r}")
+            return "string", self.string(f"value of {key!r:.80}", _MAX_TEXT)
         if kind in _SCALARS:
             return _SCALARS[kind][0], self.numbers(key, kind, 1)[0]
         if kind != _ARRAY:
-            self.fail(f"{key!r} must have value type 0..12, got {kind}")
-        item = self.u32(f"element type of {key!r}")
-        what = f"length of {key!r}"
+            self.fail(f"{key!r:.80} must have value type 0..12, got {kind}")
+        item = self.u32(f"element type of {key!r:.80}")
+        what = f"length of {key!r:.80}"
         if item == _STRING:
             return "array[string]", self.string_array(key, self.count(what, 8, _MAX_STRINGS))
         if item == _ARRAY:
-            self.fail(f"{key!r} must be a flat array, got an array of arrays")
+            self.fail(f"{key!r:.80} must be a flat array, got an array of arrays")
         if item not in _SCALARS:
-            self.fail(f"{key!r} must have element type 0..8 or 10..12, got {item}")
+            self.fail(f"{key!r:.80} must have element type 0..8 or 10..12, got {item}")
         name, code = _SCALARS[item]
         size = struct.calcsize("<" + code)
         n = self.count(what, size, self.end)
         if n <= _EAGER:
             return f"array[{name}]", self.numbers(key, item, n)
-        at = self.take(n * size, f"value of {key!r}")
+        at = self.take(n * size, f"value of {key!r:.80}")
         if item == 7 and np.frombuffer(self.buf, np.uint8, n, at).max() > 1:
-            self.fail(f"{key!r} must hold bools of 0 or 1, got another byte")
-        return f"array[{name}]", GGUFArray(f"{self.path}: {key!r}", self.buf, at, n, item)
+            self.fail(f"{key!r:.80} must hold bools of 0 or 1, got another byte")
+        return f"array[{name}]", GGUFArray(f"{self.path}: {key!r:.80}", self.buf, at, n, item)
 
     def numbers(self, key: str, kind: int, n: int) -> list[Scalar]:
         """Read ``n`` values of a fixed-size type."""
         code = _SCALARS[kind][1]
-        at = self.take(n * struct.calcsize("<" + code), f"value of {key!r}")
+        at = self.take(n * struct.calcsize("<" + code), f"value of {key!r:.80}")
         if kind == 7 and (raw := self.buf[at : at + n]).translate(None, b"\0\1"):
-            self.fail(f"{key!r} must hold bools of 0 or 1, got byte {max(raw)}")
+            self.fail(f"{key!r:.80} must hold bools of 0 or 1, got byte {max(raw)}")
         return [*struct.unpack_from(f"<{n}{code}", self.buf, at)]
 
     def string_array(self, key: str, n: int) -> Value:
@@ -240,7 +242,7 @@ class Cursor:
         self.strings += n
         if self.strings > _MAX_STRINGS:
             self.fail(f"all arrays together must hold at most {_MAX_STRINGS} strings, got more")
-        array = GGUFArray(f"{self.path}: {key!r}", self.buf, self.at, n, _STRING)
+        array = GGUFArray(f"{self.path}: {key!r:.80}", self.buf, self.at, n, _STRING)
         # The one loop that runs half a million times for a real vocabulary: locals, no calls.
         buf, at, last, unpack = self.buf, self.at, self.end - 8, _U64.unpack_from
         for _ in range(n):
@@ -250,34 +252,35 @@ class Cursor:
             at += unpack(buf, at)[0] + 8
         if at > self.end:
             self.fail(
-                f"{key!r} must hold {n} strings within the file, got lengths that lead out of it",
+                f"{key!r:.80} must hold {n} strings within the file, got some that lead out",
                 "the file is damaged or incomplete",
             )
+        small = n <= _EAGER and at - self.at <= _EAGER_BYTES
         self.at = at
-        return array if n > _EAGER else array.to_list()
+        return array.to_list() if small else array
 
     def tensor(self) -> TensorInfo:
         """Read one entry of the tensor table; its offset still counts from the data's start."""
         name = self.name("tensor name")
-        n_dims = self.u32(f"n_dims of tensor {name!r}")
+        n_dims = self.u32(f"n_dims of tensor {name!r:.80}")
         if not 1 <= n_dims <= 4:
-            self.fail(f"tensor {name!r} must have 1 to 4 dimensions, got {n_dims}")
-        ne = [self.u64(f"dimension {i} of tensor {name!r}") for i in range(n_dims)]
-        kind = self.u32(f"type of tensor {name!r}")
-        offset = self.u64(f"offset of tensor {name!r}")
+            self.fail(f"tensor {name!r:.80} must have 1 to 4 dimensions, got {n_dims}")
+        ne = [self.u64(f"dimension {i} of tensor {name!r:.80}") for i in range(n_dims)]
+        kind = self.u32(f"type of tensor {name!r:.80}")
+        offset = self.u64(f"offset of tensor {name!r:.80}")
         if kind not in TYPES:
-            self.fail(f"tensor {name!r} must have a known GGML type, got number {kind}")
+            self.fail(f"tensor {name!r:.80} must have a known GGML type, got number {kind}")
         ggml = TYPES[kind]
         if min(ne) < 1 or math.prod(ne) >= 1 << 63:
-            self.fail(f"tensor {name!r} must have dimensions >= 1 and < 2^63 values, got {ne}")
+            self.fail(f"tensor {name!r:.80} must have dimensions >= 1 and < 2^63 values, got {ne}")
         if ne[0] % ggml.elems:
             self.fail(
-                f"tensor {name!r} must have rows of a multiple of {ggml.elems} values "
+                f"tensor {name!r:.80} must have rows of a multiple of {ggml.elems} values "
                 f"({ggml.name}), got {ne[0]}"
             )
         nbytes = math.prod(ne) // ggml.elems * ggml.bytes
         if nbytes + offset >= 1 << 63:
-            self.fail(f"tensor {name!r} must end below 2^63, got {nbytes} bytes at {offset}")
+            self.fail(f"tensor {name!r:.80} must end below 2^63, got {nbytes} bytes at {offset}")
         return TensorInfo(name, tuple(reversed(ne)), kind, offset, nbytes)
 
 

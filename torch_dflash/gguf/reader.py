@@ -92,7 +92,7 @@ class GGUFFile:
         """
         value = self.metadata.get("general.architecture")
         if not isinstance(value, str):
-            self._fail(f"general.architecture must be a string, got {value!r}")
+            self._fail(f"general.architecture must be a string, got {value!r:.80}")
         return value
 
     def metadata_type(self, key: str) -> str:
@@ -118,7 +118,7 @@ class GGUFFile:
         """
         info = self.tensors.get(name)
         if info is None:
-            self._fail(f"tensor {name!r} must be in the file, got {len(self.tensors)} others")
+            self._fail(f"tensor {name!r:.80} must be in the file, got {len(self.tensors)} others")
         if self._buf is None:
             raise ValueError(f"{self.path}: the file is closed; take tensors while it is open")
         if check:
@@ -140,7 +140,7 @@ class GGUFFile:
         if bad is not None:
             what = "value" if tensor.type.dtype else "scale"
             self._fail(
-                f"tensor {name!r} ({tensor.type_name}) must have finite {what}s, got NaN or "
+                f"tensor {name!r:.80} ({tensor.type_name}) must have finite {what}s, got NaN or "
                 f"infinity in row {bad[0]}, {'column' if tensor.type.dtype else 'quant'} {bad[1]}",
                 "the file is damaged or was made from a broken checkpoint",
             )
@@ -159,7 +159,7 @@ class GGUFFile:
         for _ in range(n_keys):
             key = cursor.name("metadata key")
             if key in metadata:
-                self._fail(f"metadata keys must be unique, got {key!r} twice")
+                self._fail(f"metadata keys must be unique, got {key!r:.80} twice")
             self._types[key], metadata[key] = cursor.value(key)
         self.metadata = MappingProxyType(metadata)
         self._check_split()
@@ -169,10 +169,10 @@ class GGUFFile:
         self.tensors = {}
         for info in infos:
             if info.name in self.tensors:
-                self._fail(f"tensor names must be unique, got {info.name!r} twice")
+                self._fail(f"tensor names must be unique, got {info.name!r:.80} twice")
             if info.offset % self.alignment:
                 self._fail(
-                    f"tensor {info.name!r} must start at a multiple of {self.alignment} bytes, "
+                    f"tensor {info.name!r:.80} must start at a multiple of {self.alignment} bytes, "
                     f"got offset {info.offset}"
                 )
             at = start + info.offset
@@ -187,7 +187,7 @@ class GGUFFile:
         if kind != "uint32" or not isinstance(value, int) or value < 8 or value & (value - 1):
             self._fail(
                 "general.alignment must be a power of two of at least 8, stored as uint32, got "
-                f"{value!r} ({kind})"
+                f"{value!r:.80} ({kind})"
             )
         return value
 
@@ -208,12 +208,12 @@ class GGUFFile:
         for a, b in pairwise(ordered):
             if a.offset + a.nbytes > b.offset:
                 self._fail(
-                    f"tensors must not overlap, got {a.name!r} at {a.offset}..{a.offset + a.nbytes}"
-                    f" and {b.name!r} at {b.offset}"
+                    f"tensors must not overlap, got {a.name!r:.80} at "
+                    f"{a.offset}..{a.offset + a.nbytes} and {b.name!r:.80} at {b.offset}"
                 )
         if ordered and (end := ordered[-1].offset + ordered[-1].nbytes) > size:
             self._fail(
-                f"must hold {end} bytes (tensor {ordered[-1].name!r} ends there), got {size}: "
+                f"must hold {end} bytes (tensor {ordered[-1].name!r:.80} ends there), got {size}: "
                 f"{end - size} are missing",
                 "the download is probably incomplete, fetch the file again",
             )

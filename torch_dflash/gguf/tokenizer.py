@@ -76,7 +76,7 @@ class Tokenizer:
         model = keys.string("tokenizer.ggml.model")
         if model != "gpt2":
             keys.fail(
-                f"tokenizer.ggml.model must be 'gpt2' (byte-level BPE), got {model!r}",
+                f"tokenizer.ggml.model must be 'gpt2' (byte-level BPE), got {model!r:.80}",
                 "pass token ids, or convert the model with a byte-level tokenizer",
             )
         self._tokens = keys.strings("tokenizer.ggml.tokens")
@@ -110,7 +110,7 @@ class Tokenizer:
         self._pieces: dict[int, bytes] = {}
         source = metadata.get("tokenizer.chat_template")
         if source is not None and not isinstance(source, str):
-            keys.fail(f"tokenizer.chat_template must be a string, got {source!r}")
+            keys.fail(f"tokenizer.chat_template must be a string, got {source!r:.80}")
         self.chat_template = ChatTemplate(where, source) if source else None
         self._where = where
 
@@ -123,7 +123,7 @@ class Tokenizer:
         for i, merge in enumerate(keys.strings("tokenizer.ggml.merges")):
             left, space, right = merge.partition(" ")
             if not (left and space and right) or " " in right:
-                keys.fail(f"tokenizer.ggml.merges[{i}] must be two tokens, got {merge!r}")
+                keys.fail(f"tokenizer.ggml.merges[{i}] must be two tokens, got {merge!r:.80}")
             merges.append((left, right))
         try:
             engine = Engine(models.BPE(vocabulary, merges, ignore_merges=ignore_merges))
@@ -276,20 +276,20 @@ class _Keys:
     def string(self, key: str) -> str:
         value = self.metadata.get(key)
         if not isinstance(value, str):
-            self.fail(f"{key} must be a string, got {value!r}")
+            self.fail(f"{key} must be a string, got {value!r:.80}")
         return value
 
     def strings(self, key: str) -> list[str]:
         value = self.metadata.get(key)
         if not isinstance(value, list | GGUFArray):
-            self.fail(f"{key} must be an array of strings, got {value!r}")
+            self.fail(f"{key} must be an array of strings, got {value!r:.80}")
         items = value if isinstance(value, list) else value.to_list()
         strings = [item for item in items if isinstance(item, str)]
         if not items or len(strings) != len(items):
             self.fail(f"{key} must be a non-empty array of strings, got {value!r:.60}")
         if key.endswith("tokens") and len({*strings}) != len(strings):
             [(twice, _)] = Counter(strings).most_common(1)
-            self.fail(f"{key} must be unique, got {twice!r} twice")
+            self.fail(f"{key} must be unique, got {twice!r:.80} twice")
         return strings
 
     def types(self, n: int) -> list[int]:
@@ -309,20 +309,20 @@ class _Keys:
         if value is None:
             return None
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < n:
-            self.fail(f"{key} must be in [0, {n}), got {value!r}")
+            self.fail(f"{key} must be in [0, {n}), got {value!r:.80}")
         return value
 
     def flag(self, key: str, default: bool) -> bool:
         value = self.metadata.get(key, default)
         if not isinstance(value, bool):
-            self.fail(f"{key} must be a bool, got {value!r}")
+            self.fail(f"{key} must be a bool, got {value!r:.80}")
         return value
 
     def pretokenizer(self) -> Any:
         pre = self.string("tokenizer.ggml.pre")
         if pre not in PRETOKENIZERS:
             self.fail(
-                f"tokenizer.ggml.pre must be one of {', '.join(PRETOKENIZERS)}, got {pre!r}",
+                f"tokenizer.ggml.pre must be one of {', '.join(PRETOKENIZERS)}, got {pre!r:.80}",
                 "without its rule the text would be cut differently from training",
             )
         return PRETOKENIZERS[pre]
