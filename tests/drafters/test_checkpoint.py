@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from torch_dflash.drafters.checkpoint import load_checkpoint, read_checkpoint
 from torch_dflash.drafters.from_hf import config_from_hf
-from torch_dflash.drafters.names import logical_names
+from torch_dflash.drafters.names import logical_names, upstream_name
 from torch_dflash.drafters.resolve import Overrides
 from torch_dflash.fields import CheckpointError
 
@@ -205,17 +205,11 @@ def write_gguf(path, checkpoint, arch="dflash", flat=False, **changes):
     writer.add_key_value(
         f"{arch}.target_layers", ids, GGUFValueType.ARRAY, sub_type=GGUFValueType.UINT32
     )
-    from torch_dflash.drafters import names
-
     for logical, tensor in checkpoint.tensors.items():
         value = changes[logical] if logical in changes else tensor.to_dense()
         if value is None:
             continue
-        if logical in names._GGUF:
-            name = names._GGUF[logical][0]
-        else:
-            _, i, rest = logical.split(".", 2)
-            name = f"blk.{i}.{names._GGUF_LAYER[rest][0]}"
+        name = upstream_name(logical)
         if flat and logical == "confidence_head.proj.weight":
             value = value[0]
         writer.add_tensor(
@@ -248,7 +242,7 @@ def test_gguf_without_vocabulary_takes_the_targets(folder, tmp_path):
         load_checkpoint(path)
     checkpoint = load_checkpoint(path, target=Target())
     assert checkpoint.config.vocab_size == 32
-    assert checkpoint.config.sources["vocab_size"] == "target"
+    assert checkpoint.config.sources["vocab_size"] == "the target's vocabulary"
     assert checkpoint.tokenizer is None
 
 

@@ -439,3 +439,28 @@ def test_source_of_the_layers(hf):
     config = hf(layer_types=["sliding_attention"] * 2, sliding_window=9, is_causal=False)
     source = config_from_hf(config).sources["layers"]
     assert source == "layer_types, window: sliding_window, causal: is_causal"
+
+
+def test_speculators_layout(hf):
+    """The transformer nested, ids one higher, and no anchor sampling in files without the key."""
+    config = hf("dspark")
+    backbone = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    backbone += ("num_key_value_heads", "head_dim", "vocab_size", "rms_norm_eps", "rope_parameters")
+    nested = {k: config[k] for k in backbone}
+    top = {
+        "architectures": ["DSparkSpeculator"],
+        "speculators_model_type": "dspark",
+        "transformer_layer_config": nested,
+        "aux_hidden_state_layer_ids": [2, 5, 10],
+        "mask_token_id": 9,
+        "block_size": 8,
+        "markov_rank": 10,
+    }
+    resolved = config_from_hf(top)
+    assert resolved.target_layer_ids == (1, 4, 9)
+    assert resolved.sources["target_layer_ids"] == "aux_hidden_state_layer_ids - 1"
+    assert resolved.sources["hidden_size"] == "transformer_layer_config.hidden_size"
+    assert not resolved.sample_from_anchor
+    assert resolved.sources["sample_from_anchor"] == "default of speculators"
+    assert config_from_hf(top | {"sample_from_anchor": True}).max_draft_tokens == 8
+    assert config_from_hf(hf("dspark")).sample_from_anchor

@@ -60,6 +60,43 @@ def test_frequencies_match_transformers(fixtures):
             assert (error <= bound).all()
 
 
+@pytest.mark.parametrize("truncate", [True, False])
+@pytest.mark.parametrize(
+    "theta,original,fast,slow",
+    [
+        (1e4, 1 << 30, 1e6, 0.01),  # the ramp ends beyond the last dimension
+        (1e6, 64, 32.0, 1.0),  # and begins before the first
+        (1e4, 4096, 4.0, 4.0),  # and has no length
+        (1e7, 8192, 8.0, 0.5),
+    ],
+)
+def test_yarn_ramp_and_its_ends(theta, original, fast, slow, truncate):
+    """The published formula in plain Python, pair by pair."""
+    d, factor = 32, 8.0
+
+    def corrected(turns):
+        return d * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = corrected(fast), corrected(slow)
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, d - 1)
+    if low == high:
+        high += 0.001
+    want = []
+    for k in range(d // 2):
+        ramp = min(max((k - low) / (high - low), 0.0), 1.0)
+        inv = theta ** (-2 * k / d)
+        want.append(inv / factor * ramp + inv * (1 - ramp))
+    rope = RopeConfig(
+        theta, d, "yarn", factor, original, beta_fast=fast, beta_slow=slow, truncate=truncate
+    )
+    # one rounding to float32
+    torch.testing.assert_close(
+        rope.inv_freq().double(), torch.tensor(want, dtype=torch.float64), rtol=6e-8, atol=0
+    )
+
+
 def test_row_01_legacy_type_yarn():
     rope = from_hf(
         {

@@ -4,6 +4,8 @@ from dataclasses import fields
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType, GGUFWriter
+from gguf.quants import quantize
 from safetensors.torch import load_file
 
 from torch_dflash.drafters.rope import RopeConfig
@@ -244,34 +246,66 @@ def test_grouped_v_heads(fixtures):
     torch.testing.assert_close(tiled[grouped_v_heads(2, 6)], -hf[name].float().exp())
 
 
-def test_row_42_gate_and_up_of_different_types(tmp_path):
-    """Types are not part of the shape table; a Q8_0 gate beside an F16 up is a legal file."""
-    gguf = pytest.importorskip("gguf")
-    path = tmp_path / "x.gguf"
-    writer = gguf.GGUFWriter(path, "qwen3")
-    for key, value in metadata("qwen3").items():
+def write(path, arch, tensors=None, q8_0=()):
+    """A file of ones by gguf-py; ``tensors`` replaces some, the names in ``q8_0`` are quantized."""
+    writer = GGUFWriter(path, arch)
+    for key, value in metadata(arch).items():
         if isinstance(value, int):
             writer.add_uint32(key, value)
         elif isinstance(value, float):
             writer.add_float32(key, value)
         elif isinstance(value, list):
             writer.add_array(key, value)
-    for name, shape in shapes("qwen3").items():
-        data = torch.ones(shape)
-        if name.endswith("ffn_gate.weight"):
-            packed = gguf.quants.quantize(data.numpy(), gguf.GGMLQuantizationType.Q8_0)
-            writer.add_tensor(name, packed, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    ones = {name: torch.ones(shape) for name, shape in shapes(arch).items()}
+    for name, data in (ones | (tensors or {})).items():
+        if name in q8_0:
+            packed = quantize(data.numpy(), GGMLQuantizationType.Q8_0)
+            writer.add_tensor(name, packed, raw_dtype=GGMLQuantizationType.Q8_0)
         else:
-            writer.add_tensor(name, (data.half() if "ffn_up" in name else data).numpy())
+            writer.add_tensor(name, data.numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    return path
+
+
+def read(path):
     with GGUFFile.open(path) as file:
-        config = read_target_config(file)
+        return read_target_config(file)
+
+
+def test_row_42_gate_and_up_of_different_types(tmp_path):
+    """Types are not part of the shape table: a Q8_0 gate beside an F16 up is a legal file."""
+    half = {"blk.0.ffn_up.weight": torch.ones(40, 32).half()}
+    path = write(tmp_path / "x.gguf", "qwen3", half, q8_0=["blk.0.ffn_gate.weight"])
+    assert read(path).intermediate_size == 40
+    with GGUFFile.open(path) as file:
         types = [file.tensor(f"blk.0.ffn_{n}.weight").type_name for n in ("gate", "up", "down")]
-    assert config.intermediate_size == 40
     assert types == ["Q8_0", "F16", "F32"]
+
+
+def test_llama_rope_freqs_are_read(tmp_path):
+    factors = torch.linspace(1, 8, 8)
+    path = write(tmp_path / "x.gguf", "llama", {"rope_freqs.weight": factors})
+    rope = read(path).rope
+    assert rope.freq_factors == tuple(factors.tolist())
+    torch.testing.assert_close(rope.inv_freq() * factors, RopeConfig(1e7, 16).inv_freq())
+
+
+@pytest.mark.parametrize(
+    "name,data,q8_0,message",
+    [
+        ("output_norm.weight", torch.ones(32), True, "type BF16 F16 F32, got Q8_0"),
+        ("ssm_conv1d.weight", torch.ones(64, 4).int(), False, "got I32"),
+        ("ffn_up.weight", torch.ones(40, 32).double(), False, "got F64"),
+    ],
+)
+def test_types_that_do_not_run(tmp_path, name, data, q8_0, message):
+    full = name if name.startswith("output") else f"blk.0.{name}"
+    path = write(tmp_path / "x.gguf", "qwen35", {full: data}, q8_0=[full] if q8_0 else [])
+    with pytest.raises(CheckpointError, match=f"tensor '{full}' must be .*{message}"):
+        read(path)
 
 
 REFUSED = [

@@ -151,7 +151,7 @@ class Resolver:
         """Target and draft vocabulary, and the mask token."""
         f, v = self.fields, self.values
         if self.overrides.vocab_size is not None and not f.found(*self.keys["vocab_size"]):
-            f.sources["vocab_size"] = "target"
+            f.sources["vocab_size"] = "the target's vocabulary"
             v["vocab_size"] = self.overrides.vocab_size
         stated = f.optional(int, "vocab_size", *self.keys["vocab_size"], low=1)
         if stated is None:
