@@ -5,3 +5,8 @@
 
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,prefer-vector-width=512")
 #define DFLASH_ISA avx512
+// g++ reads a whole file's tokens before it acts on the pragma, so its own macros would come too
+// late for the #ifdef of our headers.
+#ifndef __AVX512F__
+#define __AVX512F__ 1
+#endif

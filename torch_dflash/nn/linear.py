@@ -58,8 +58,10 @@ class _Stacked(nn.Module):
     def packed(self) -> list[Tensor]:
         """The segments' GGUF bytes, ``uint8 [rows, bytes]`` each, as they came from the file."""
         return [
-            ops.unpack(self.weight[offset:], t, rows, self.columns)
-            for t, rows, offset in zip(self.types, self.rows, self._offsets, strict=False)
+            ops.unpack(self.weight[start:end], t, rows, self.columns)
+            for t, rows, start, end in zip(
+                self.types, self.rows, self._offsets, self._offsets[1:], strict=False
+            )
         ]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:

@@ -1,0 +1,62 @@
+// The CPU matmul's arguments, for kernels that know nothing of torch.
+#pragma once
+#include <cstdint>
+
+#include "core/act.h"
+
+namespace dflash::cpu {
+
+// Rows of a weight of one ggml type, repacked (cpu/tiles.h).
+struct MatmulSegment {
+  int32_t type;
+  bool tiled;
+  int64_t rows;
+  const uint8_t* weight;
+};
+
+// The rows of activations: packed planes or float32. `floats` is what types without tiles read: the
+// same pointer for float32 rows, else the decoded planes.
+struct MatmulRows {
+  int64_t count, columns;
+  const ActGroup* groups;  // [count, ceil(columns / 256)], or null: float32
+  const float* floats;     // [count, columns], or null when every segment is tiled
+};
+
+struct MatmulCall {
+  MatmulRows x;
+  const MatmulSegment* segments;
+  int segment_count;
+  const float* bias;   // [out_stride] or null
+  float* out;          // [x.count, out_stride]
+  int64_t out_stride;  // sum of the segments' rows
+};
+
+// silu(gate) * up; gate and up have `segments[i].rows` rows each.
+struct MatmulGluCall {
+  MatmulRows x;
+  MatmulSegment gate, up;
+  float* out;          // [x.count, gate.rows]
+  float* up_out;       // the same, for up
+  ActGroup* packed;    // [x.count, ceil(gate.rows / 256)] or null
+  int32_t* countdown;  // [ceil(gate.rows / 256)], any contents; null without `packed`
+};
+
+// Tiles a thread claims at once, so that a claim is worth its cost: about two microseconds.
+inline int64_t matmul_grain(int64_t tiles, const MatmulRows& x) {
+  const int64_t per_tile = 16 * x.columns * (x.count < 1 ? 1 : x.count);
+  const int64_t grain = 49152 / per_tile;
+  return tiles * per_tile < 98304 ? tiles : grain < 1 ? 1 : grain;
+}
+
+namespace avx2 {
+void qmm(const MatmulCall& c);
+void qmm_glu(const MatmulGluCall& c);
+void unpack_activations(const ActGroup* groups, int64_t count, int64_t columns, float* out);
+}  // namespace avx2
+namespace avx512 {
+void qmm(const MatmulCall& c);
+void qmm_glu(const MatmulGluCall& c);
+void unpack_activations(const ActGroup* groups, int64_t count, int64_t columns, float* out);
+}  // namespace avx512
+
+}  // namespace dflash::cpu

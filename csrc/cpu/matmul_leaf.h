@@ -1,0 +1,252 @@
+// One leaf (up to four superblocks) of a weight tile times N activation rows: the inner loop of the
+// CPU matmul. core/matmul.h states its arithmetic for one row; the bits are the same.
+//
+// Integers stay exact. Per superblock and plane |sum of scale * dot|, offsets of unsigned codes
+// included, is at most: Q4_K, Q5_K 63 * 31 * 127 * 256 = 6.4e7; Q6_K 128 * 63 * 127 * 256 = 2.7e8;
+// IQ4_XS 32 * 241 * 127 * 256 = 2.6e8. The corrections are smaller. All are below 2^31.
+#pragma once
+#include "core/act.h"
+#include "cpu/lanes.h"
+#include "cpu/tiles.h"
+
+namespace dflash::cpu::DFLASH_ISA {
+
+#define DFLASH_UNROLL _Pragma("GCC unroll 16")
+
+constexpr int kLeafSuperblocks = kLeaf / kSuperblock;
+
+// IQ4_XS's values, for VNNI as unsigned bytes: 128 more.
+DFLASH_INLINE Ints iq4_table() {
+  alignas(16) int8_t table[16];
+  for (int i = 0; i < 16; ++i) table[i] = int8_t(iq4_value(i) + (kSignedBytes ? 0 : 128));
+  return table16(table);
+}
+
+template <class F>
+constexpr int kDotBits = F::kType == IQ4_XS::kType ? 8 : Tile<F>::kBits;
+
+// What the matmul subtracts: unsigned code = code + kCodeOffset.
+template <class F>
+constexpr int kCodeOffset = kDotBits<F> < 8 ? Tile<F>::kOffset
+                            : kSignedBytes  ? 0
+                                            : 128;
+
+// The weight vectors of two quads: nibble vector i of a group whose high bits are in `high`.
+template <class F>
+DFLASH_INLINE void two_quads(const uint8_t* nibbles, Ints high, int i, Ints table, Ints (&w)[2]) {
+  constexpr int kPlanes = F::kType == IQ4_XS::kType ? 0 : Tile<F>::kBits - 4;
+  const Ints low_mask = set1_bytes(15);
+  const Ints pair = load_ints(nibbles + i * kVector);
+  w[0] = and_ints(pair, low_mask);
+  w[1] = and_ints(shift_left(pair, -4), low_mask);
+  if constexpr (kPlanes > 0) {
+    const Ints mask = set1_bytes(kPlanes == 1 ? 0x10 : 0x30);
+    w[0] = insert_bits(w[0], shift_left(high, 4 - kPlanes * 2 * i), mask);
+    w[1] = insert_bits(w[1], shift_left(high, 4 - kPlanes * (2 * i + 1)), mask);
+  }
+  if constexpr (F::kType == IQ4_XS::kType) {
+    w[0] = pick(table, w[0]);
+    w[1] = pick(table, w[1]);
+  }
+}
+
+// Sums of products of a group with N rows, planes hi and lo.
+template <int kBits, int N>
+struct GroupDots {
+  // one row alone would wait for its two chains of additions: with VNNI it gets four
+  static constexpr int kChains = N == 1 && kParts == 1 ? 2 : 1;
+  Dot<kBits> sum[kChains][N][2];
+
+  __attribute__((always_inline)) void clear() {
+    DFLASH_UNROLL
+    for (int c = 0; c < kChains; ++c) DFLASH_UNROLL
+    for (int n = 0; n < N; ++n) sum[c][n][0].total = sum[c][n][1].total = zero_ints();
+  }
+  __attribute__((always_inline)) void add(int quad, Ints weights, const ActGroup* const (&x)[N],
+                                          int at) {
+    Dot<kBits>(&to)[N][2] = sum[quad % kChains];
+    DFLASH_UNROLL
+    for (int n = 0; n < N; ++n) {
+      to[n][0].add(quad, weights, broadcast(x[n]->hi + at));
+      to[n][1].add(quad, weights, broadcast(x[n]->lo + at));
+    }
+  }
+  __attribute__((always_inline)) Ints total(int n, int plane) const {
+    if constexpr (kChains == 1) return sum[0][n][plane].total;
+    return add_ints(sum[0][n][plane].total, sum[kChains - 1][n][plane].total);
+  }
+};
+
+DFLASH_INLINE Floats join_planes(const Ints (&planes)[2]) {
+  return fma_lanes(to_floats(planes[0]), set1_lanes(254.f), to_floats(planes[1]));
+}
+
+DFLASH_INLINE const void* sums_at(const ActGroup* x, int plane, int pair) {
+  return (plane ? x->sum_lo : x->sum_hi) + 2 * pair;
+}
+
+// Scale of group u of four, as an int.
+template <bool kSigned>
+DFLASH_INLINE Ints scale_of(Ints scales, int u) {
+  if constexpr (kSigned)
+    return top_byte_signed(pick(scales, DFLASH_PATTERN(kBlank, kBlank, kBlank, u)));
+  else
+    return pick(scales, DFLASH_PATTERN(u, kBlank, kBlank, kBlank));
+}
+
+// Superblock at `tile` (Q4_K, Q5_K, Q6_K, IQ4_XS): leaf[n] += its products with group x[n].
+template <class F, int N>
+DFLASH_INLINE void superblock(const uint8_t* tile, const uint8_t* halves,
+                              const ActGroup* const (&x)[N], Ints table, Floats (&leaf)[N]) {
+  using T = Tile<F>;
+  constexpr int kQuads = 64 / T::kGroups, kPlanes = kDotBits<F> == 8 ? 0 : T::kBits - 4;
+  constexpr bool kSignedScales = !T::kHasMins;
+  Ints acc[N][2];
+  DFLASH_UNROLL
+  for (int n = 0; n < N; ++n) acc[n][0] = acc[n][1] = zero_ints();
+
+  for (int v = 0; v < T::kGroups / 4; ++v) {
+    const Ints scales = load_ints(tile + T::kScales + v * kVector);
+    DFLASH_UNROLL
+    for (int u = 0; u < 4; ++u) {
+      const int g = 4 * v + u;
+      GroupDots<kDotBits<F>, N> dots;
+      dots.clear();
+      const Ints high = kPlanes ? load_ints(tile + T::kHigh + g * kVector) : zero_ints();
+      const uint8_t* nibbles = tile + T::kNibbles + g * (kQuads / 2) * kVector;
+      DFLASH_UNROLL
+      for (int i = 0; i < kQuads / 2; ++i) {
+        Ints w[2];
+        two_quads<F>(nibbles, high, i, table, w);
+        dots.add(2 * i, w[0], x, 4 * (g * kQuads + 2 * i));
+        dots.add(2 * i + 1, w[1], x, 4 * (g * kQuads + 2 * i + 1));
+      }
+      const Ints scale = scale_of<kSignedScales>(scales, u);
+      DFLASH_UNROLL
+      for (int n = 0; n < N; ++n) DFLASH_UNROLL
+      for (int p = 0; p < 2; ++p)
+        acc[n][p] = add_ints(acc[n][p], mul_ints(scale, dots.total(n, p)));
+    }
+  }
+
+  // sum over groups of (min or scale) * (sum of the group's activations)
+  Ints sums[N][2];
+  if constexpr (T::kHasMins || kCodeOffset<F> != 0) {
+    DFLASH_UNROLL
+    for (int n = 0; n < N; ++n) sums[n][0] = sums[n][1] = zero_ints();
+    for (int v = 0; v < T::kGroups / 4; ++v) {
+      const Ints factors = load_ints(tile + (T::kHasMins ? T::kMins : T::kScales) + v * kVector);
+      constexpr int kPairs = T::kGroups == 16 ? 2 : 4;
+      DFLASH_UNROLL
+      for (int u = 0; u < kPairs; ++u) {
+        Ints pair;  // two int16 factors: of the two groups of 16, or twice that of a group of 32
+        if constexpr (T::kHasMins)
+          pair = pick(factors, DFLASH_PATTERN(u, kBlank, u, kBlank));
+        else if constexpr (T::kGroups == 16)
+          pair = top_bytes_signed(pick(factors, DFLASH_PATTERN(kBlank, 2 * u, kBlank, 2 * u + 1)));
+        else
+          pair = top_bytes_signed(pick(factors, DFLASH_PATTERN(kBlank, u, kBlank, u)));
+        DFLASH_UNROLL
+        for (int n = 0; n < N; ++n) DFLASH_UNROLL
+        for (int p = 0; p < 2; ++p)
+          sums[n][p] = dot_words(sums[n][p], pair, broadcast(sums_at(x[n], p, kPairs * v + u)));
+      }
+    }
+  }
+  if constexpr (kCodeOffset<F> != 0) {
+    constexpr int kShift = kCodeOffset<F> == 128 ? 7 : 5;
+    static_assert(kCodeOffset<F> == 1 << kShift);
+    DFLASH_UNROLL
+    for (int n = 0; n < N; ++n) DFLASH_UNROLL
+    for (int p = 0; p < 2; ++p)
+      acc[n][p] = sub_ints(acc[n][p], shift_ints_left(sums[n][p], kShift));
+  }
+
+  const Floats d = halves_to_floats(halves), dmin = halves_to_floats(halves + 32);
+  DFLASH_UNROLL
+  for (int n = 0; n < N; ++n) {
+    const Floats s = set1_lanes(x[n]->scale);
+    leaf[n] = fma_lanes(join_planes(acc[n]), mul_lanes(d, s), leaf[n]);
+    if constexpr (T::kHasMins)
+      leaf[n] = fnma_lanes(join_planes(sums[n]), mul_lanes(dmin, s), leaf[n]);
+  }
+}
+
+// `count` blocks of 32 (Q8_0, Q4_0) that belong to one superblock.
+template <class F, int N>
+DFLASH_INLINE void blocks(const uint8_t* codes, const uint8_t* halves, int64_t count,
+                          const ActGroup* const (&x)[N], Floats (&leaf)[N]) {
+  using T = Tile<F>;
+  Floats value[N];
+  DFLASH_UNROLL
+  for (int n = 0; n < N; ++n) value[n] = set1_lanes(0.f);
+  for (int b = 0; b < count; ++b, codes += T::kBlockBytes, halves += 2 * kTileRows) {
+    GroupDots<T::kBits, N> dots;
+    dots.clear();
+    if constexpr (kCodeOffset<F> != 0) {
+      DFLASH_UNROLL
+      for (int n = 0; n < N; ++n) DFLASH_UNROLL
+      for (int p = 0; p < 2; ++p)
+        dots.sum[0][n][p].total =
+            dot_words(zero_ints(), set1_words(-kCodeOffset<F>), broadcast(sums_at(x[n], p, b)));
+    }
+    DFLASH_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      Ints w[2];
+      if constexpr (T::kBits == 4) {
+        two_quads<F>(codes, zero_ints(), i, zero_ints(), w);
+      } else {
+        DFLASH_UNROLL
+        for (int half = 0; half < 2; ++half) {
+          w[half] = load_ints(codes + (2 * i + half) * kVector);
+          if (kSignedBytes) w[half] = xor_ints(w[half], set1_bytes(-128));
+        }
+      }
+      dots.add(2 * i, w[0], x, 32 * b + 8 * i);
+      dots.add(2 * i + 1, w[1], x, 32 * b + 8 * i + 4);
+    }
+    const Floats d = halves_to_floats(halves);
+    DFLASH_UNROLL
+    for (int n = 0; n < N; ++n) {
+      const Ints planes[2] = {dots.total(n, 0), dots.total(n, 1)};
+      value[n] = fma_lanes(d, join_planes(planes), value[n]);
+    }
+  }
+  DFLASH_UNROLL
+  for (int n = 0; n < N; ++n) leaf[n] = fma_lanes(value[n], set1_lanes(x[n]->scale), leaf[n]);
+}
+
+// Rows part * kPartRows .. of a tile times N activation rows over one leaf that starts at
+// superblock `first`: out[n], n < N. `x` are whole rows of activations.
+template <class F, int N>
+void tile_leaf(const uint8_t* tile, int64_t columns, int64_t first, int part,
+               const ActGroup* const* x, Floats* out) {
+  using T = Tile<F>;
+  Floats leaf[N];
+  const ActGroup* group[N];
+  DFLASH_UNROLL
+  for (int n = 0; n < N; ++n) {
+    leaf[n] = set1_lanes(0.f);
+    group[n] = x[n] + first;
+  }
+  const int64_t end = std::min(ceil_div<int64_t>(columns, kSuperblock), first + kLeafSuperblocks);
+  const int lanes = part * kPartRows;
+  const Ints table = F::kType == IQ4_XS::kType ? iq4_table() : zero_ints();
+  for (int64_t s = first; s < end; ++s) {
+    if constexpr (T::kHasSuperblocks) {
+      const uint8_t* at = tile + s * T::kBytes;
+      superblock<F, N>(at + 4 * lanes, at + 2 * lanes, group, table, leaf);
+    } else {
+      const int64_t b = s * 8;
+      blocks<F, N>(tile + T::codes(columns) + b * T::kBlockBytes + 4 * lanes,
+                   tile + (b * kTileRows + lanes) * 2, std::min<int64_t>(8, columns / 32 - b),
+                   group, leaf);
+    }
+    DFLASH_UNROLL
+    for (int n = 0; n < N; ++n) ++group[n];
+  }
+  DFLASH_UNROLL
+  for (int n = 0; n < N; ++n) out[n] = leaf[n];
+}
+
+}  // namespace dflash::cpu::DFLASH_ISA
