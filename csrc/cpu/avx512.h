@@ -10,3 +10,6 @@
 #ifndef __AVX512F__
 #define __AVX512F__ 1
 #endif
+// g++ 12's own intrinsics start from an undefined vector.
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
