@@ -8,18 +8,23 @@ from typing import Any
 
 import torch
 
-__all__ = ["run_with"]
+__all__ = ["run_and_written", "run_with"]
 
 CHILD = """
 import io, sys, torch, torch_dflash
 name, args = torch.load(io.BytesIO(sys.stdin.buffer.read()))
 out = getattr(torch.ops.dflash, name)(*args)
-torch.save(out, sys.stdout.buffer)
+torch.save((out, args), sys.stdout.buffer)
 """
 
 
 def run_with(isa: str, name: str, *args: Any) -> Any:
     """The result of ``dflash::name(*args)`` under ``DFLASH_ISA=isa`` in a process of its own."""
+    return run_and_written(isa, name, *args)[0]
+
+
+def run_and_written(isa: str, name: str, *args: Any) -> tuple[Any, tuple[Any, ...]]:
+    """The same, and the arguments as the operator left them."""
     payload = io.BytesIO()
     torch.save((name, args), payload)
     done = subprocess.run(

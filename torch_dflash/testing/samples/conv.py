@@ -23,7 +23,7 @@ def _ssm_conv_step(
     taps = weight.shape[1]
     out = torch.zeros(x.shape)
     for s, slot in enumerate(slots.tolist()):
-        begin, end = cu_seqlens[s].item(), cu_seqlens[s + 1].item()
+        begin, end = int(cu_seqlens[s]), int(cu_seqlens[s + 1])
         if slot <= 0 or begin == end:
             continue
         first = 0 if num_accepted is None else max(int(num_accepted[s]), 1) - 1

@@ -34,10 +34,11 @@ def delta_inputs(
 def _split(mixed: Tensor, k_heads: int, k_dim: int, v_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     keys = k_heads * k_dim
     q, k, v = mixed[:, :keys], mixed[:, keys : 2 * keys], mixed[:, 2 * keys :]
+    rows = mixed.shape[0]
     return (
-        q.unflatten(1, (k_heads, k_dim)),
-        k.unflatten(1, (k_heads, k_dim)),
-        v.unflatten(1, (v_heads, -1)),
+        q.reshape(rows, k_heads, k_dim),
+        k.reshape(rows, k_heads, k_dim),
+        v.reshape(rows, v_heads, v.shape[1] // v_heads),
     )
 
 
@@ -63,8 +64,7 @@ def _rows(
         "decay": decay,
     }
     if norm_weight is not None:
-        gate = z[begin:end].unflatten(1, (nv, -1))
-        out = gated_rms_norm(out, gate, norm_weight, eps, sigmoid_gate)
+        out = gated_rms_norm(out, z[begin:end].reshape(out.shape), norm_weight, eps, sigmoid_gate)
     return out.flatten(1).float(), states, kept
 
 
