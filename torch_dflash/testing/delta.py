@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import ops
 from .samples.delta import delta_inputs
 
 __all__ = ["DeltaLayer", "ints", "starts"]
@@ -40,10 +39,16 @@ class DeltaLayer:
     ) -> None:
         self.generator = torch.Generator().manual_seed(seed)
         device = torch.device(device)
-        self.inputs: dict[str, Any] = delta_inputs(self.generator, rows, nk, nv, dk, dv, device)
+        self.inputs: dict[str, Any] = {}
+        self.inputs.update(delta_inputs(self.generator, rows, nk, nv, dk, dv, device))
         if not norm:
-            self.inputs.update(z=None, norm_weight=None)
-        self.heads = {"eps": 1e-6, "sigmoid_gate": sigmoid_gate, "k_heads": nk, "k_dim": dk}
+            self.inputs["z"] = self.inputs["norm_weight"] = None
+        self.heads: dict[str, Any] = {
+            "eps": 1e-6,
+            "sigmoid_gate": sigmoid_gate,
+            "k_heads": nk,
+            "k_dim": dk,
+        }
         self.nv, self.dv, self.tiled, self.device = nv, dv, tiled, device
 
     def state(self, slots: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -79,7 +84,7 @@ class DeltaLayer:
         act_mode: int = 0,
     ) -> Tensor:
         """``gdn_step``."""
-        return ops.gdn_step(
+        return torch.ops.dflash.gdn_step(
             *self.arguments(rows),
             state,
             ints(*indices, device=self.device),
@@ -100,7 +105,7 @@ class DeltaLayer:
         act_mode: int = 0,
     ) -> Tensor:
         """``gdn_journal_step``."""
-        return ops.gdn_journal_step(
+        return torch.ops.dflash.gdn_journal_step(
             *self.arguments(rows),
             state,
             *(ints(*v, device=self.device) for v in (slots, accepted, parity)),
@@ -119,7 +124,7 @@ class DeltaLayer:
     ) -> None:
         """``gdn_commit``."""
         numbers = (ints(*v, device=self.device) for v in (slots, accepted, parity))
-        ops.gdn_commit(state, *numbers, *journal, self.tiled)
+        torch.ops.dflash.gdn_commit(state, *numbers, *journal, self.tiled)
 
     def prefill(
         self,
@@ -131,7 +136,7 @@ class DeltaLayer:
         act_mode: int = 0,
     ) -> Tensor:
         """``gdn_prefill``."""
-        return ops.gdn_prefill(
+        return torch.ops.dflash.gdn_prefill(
             *self.arguments(rows),
             state,
             *(ints(*v, device=self.device) for v in (slots, has_state)),
