@@ -222,6 +222,94 @@ def write_gguf(path, checkpoint, arch="dflash", flat=False, **changes):
     return path
 
 
+LUCEBOX = {
+    "fc.weight": "dflash_fc.weight",
+    "hidden_norm.weight": "dflash_hidden_norm.weight",
+    "norm.weight": "output_norm.weight",
+    "input_layernorm.weight": "attn_norm.weight",
+    "post_attention_layernorm.weight": "post_attention_norm.weight",
+    "self_attn.q_proj.weight": "attn_q.weight",
+    "self_attn.k_proj.weight": "attn_k.weight",
+    "self_attn.v_proj.weight": "attn_v.weight",
+    "self_attn.o_proj.weight": "attn_output.weight",
+    "self_attn.q_norm.weight": "attn_q_norm.weight",
+    "self_attn.k_norm.weight": "attn_k_norm.weight",
+    "mlp.gate_proj.weight": "ffn_gate.weight",
+    "mlp.up_proj.weight": "ffn_up.weight",
+    "mlp.down_proj.weight": "ffn_down.weight",
+    "attention_conv.base_kernel": "attn_conv.base",
+    "attention_conv.kernel_projection.weight": "attn_conv.proj.weight",
+    "mlp_conv.base_kernel": "ffn_conv.base",
+    "mlp_conv.kernel_projection.weight": "ffn_conv.proj.weight",
+    "candidate_selector.predecessor_codebook": "dflash.selector.pred_cb",
+    "candidate_selector.successor_codebook": "dflash.selector.succ_cb",
+    "candidate_selector.hidden_projection.weight": "dflash.selector.hproj.weight",
+    "markov_head.markov_w1.weight": "dflash.dspark.markov.w1",
+    "markov_head.markov_w2.weight": "dflash.dspark.markov.w2",
+    "confidence_head.proj.weight": "dflash.dspark.confidence.weight",
+    "confidence_head.proj.bias": "dflash.dspark.confidence.bias",
+}
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark"])
+def test_lucebox_file(folder, tmp_path, kind):
+    """Its own names, raw ids, no tokenizer, keys one level deeper: the same drafter."""
+    source = load_checkpoint(folder(kind))
+    c, arch = source.config, "qwen35-dflash-draft"
+    path = tmp_path / "x.gguf"
+    writer = GGUFWriter(path, arch)
+    keys = {
+        "block_count": 2,
+        "embedding_length": 64,
+        "feed_forward_length": 96,
+        "attention.head_count": 4,
+        "attention.head_count_kv": 2,
+        "attention.key_length": 16,
+        "attention.value_length": 16,
+        "dflash.n_target_layers": 3,
+        "dflash.n_target_features": 192,
+        "dflash.block_size": 8,
+        "dflash.mask_token_id": 9,
+    }
+    if kind == "dflash2":
+        keys |= {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 6}
+        keys = {
+            f"dflash.dflash2.{k}" if k.startswith(("conv", "sel")) else k: v
+            for k, v in keys.items()
+        }
+    if kind == "dspark":
+        keys |= {"dflash.dspark.enabled": 1, "dflash.dspark.markov_rank": 10}
+        keys |= {"dflash.dspark.vocab_size": 32, "dflash.dspark.confidence_dim": 74}
+    for key, value in keys.items():
+        writer.add_uint32(f"{arch}.{key}", value)
+    writer.add_float32(f"{arch}.attention.layer_norm_rms_epsilon", c.rms_norm_eps)
+    writer.add_float32(f"{arch}.rope.freq_base", 1e7)
+    writer.add_key_value(
+        f"{arch}.dflash.target_layer_ids", [1, 4, 9], GGUFValueType.ARRAY, GGUFValueType.INT64
+    )
+    for logical, tensor in source.tensors.items():
+        layer = logical.split(".", 2)
+        name = LUCEBOX.get(logical) or f"blk.{layer[1]}.{LUCEBOX[layer[2]]}"
+        writer.add_tensor(name, tensor.to_dense().float().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    got = load_checkpoint(path, target=Target())
+    want = replace(
+        c,
+        rms_norm_eps=got.config.rms_norm_eps,  # float32 in the file
+        selector_top_k=16 if kind == "dflash2" else None,
+    )
+    assert got.config == want
+    a, b = values(source), values(got)
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name].float(), b[name]), name
+    notes = [n for n in got.config.notes if "selector_top_k" not in n]
+    assert notes == []
+
+
 def test_gguf_flat_confidence_without_bias(folder, tmp_path):
     source = load_checkpoint(folder("dspark"))
     changes = {"confidence_head.proj.bias": None}

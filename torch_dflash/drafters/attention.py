@@ -88,8 +88,9 @@ def attention_from_hf(
         fields.sources.setdefault("causality", "default of speculators")
     else:
         causal = declared
-        fields.sources["causality"] = "legacy rule (declared sliding layers are causal)"
+        fields.sources["causality"] = "default"
         if any(declared):
+            fields.sources["causality"] = "legacy rule (declared sliding layers are causal)"
             fields.note(f"layers: neither is_causal nor causal is set, {_which(causal)} causal")
     _join_sources(fields)
     return _layers(sliding, window, causal)
