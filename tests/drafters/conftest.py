@@ -1,8 +1,11 @@
 """Drafter configs and shapes to start from."""
 
 import copy
+import json
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from torch_dflash.drafters.from_hf import config_from_hf
 from torch_dflash.drafters.tensors import tensor_table
@@ -96,5 +99,25 @@ def gguf():
             if value is None:
                 del meta[key]
         return meta
+
+    return make
+
+
+@pytest.fixture
+def folder(tmp_path, hf, shapes_of):
+    """``folder(kind, tensors=..., **changes)``: a random checkpoint on disk."""
+
+    def make(kind="dflash", tensors=None, **changes):
+        config = hf(kind, **changes)
+        generator = torch.Generator().manual_seed(3)
+        state = {
+            name: torch.randn(shape, generator=generator).to(torch.bfloat16)
+            for name, shape in shapes_of(hf(kind)).items()
+        }
+        state |= tensors or {}
+        state = {k: v for k, v in state.items() if v is not None}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        save_file(state, tmp_path / "model.safetensors")
+        return tmp_path
 
     return make
