@@ -158,7 +158,7 @@ class Session:
             with torch.inference_mode():
                 began = time.perf_counter()
                 tokens, offered, accepted = self._step(anchor, left, sampling)
-                emitted, text = self._emit(tokens, stop)
+                emitted, text = self._emit(tokens[:left], stop)
                 self._commit(anchor, emitted)
                 anchor = anchor.new_tensor([emitted[-1]])
                 seconds = time.perf_counter() - began
@@ -220,7 +220,7 @@ class Session:
         if wanted == 0:
             return None
         self._flush()
-        proposal = self.drafter.propose(anchor, most, sampling)
+        proposal = self.drafter.propose(anchor, wanted, sampling)
         keep = self.policy.select(proposal, wanted)
         return proposal.head(keep) if keep else None
 
