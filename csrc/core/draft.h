@@ -22,4 +22,9 @@ DFLASH_HD float markov_logit(float base, float logit_scale, float bias) {
   return fma(logit_scale, bias, base);
 }
 
+// P(the slot's token is accepted, all before it accepted), from a dot over [hidden; w1 row].
+DFLASH_HD float confidence(float dot, float bias) {
+  return sigmoid(dot + bias);
+}
+
 }  // namespace dflash

@@ -4,8 +4,8 @@
 
 #include <optional>
 
-#include "host/act.h"
 #include "host/argument.h"
+#include "host/matmul.h"
 #include "host/quant.h"
 
 namespace dflash {
@@ -99,6 +99,80 @@ inline SelectorPlan plan_selector_walk(const Tensor& ids, const Tensor& scores,
   plan.tokens = torch::stable::new_empty(ids, {plan.sequences, plan.slots}, ScalarType::Long);
   plan.q = torch::stable::new_empty(ids, {plan.sequences, plan.slots, plan.candidates},
                                     ScalarType::Float);
+  return plan;
+}
+
+struct MarkovPlan {
+  int64_t sequences, slots, draft_vocab, vocab, rank, hidden, w1_bytes;
+  int64_t confidence_inputs;     // 0 without a head
+  Tensor tokens, q, confidence;  // int64 [S, N], float32 [S, N, Vd] or [0], [S, N] or [0]
+};
+
+inline MarkovPlan plan_markov_chain(const Tensor& base, const Tensor& hidden, const Tensor& anchor,
+                                    const Tensor& w1, int64_t w1_type, const Tensor& w2,
+                                    int64_t w2_type, const std::optional<Tensor>& weight,
+                                    const std::optional<Tensor>& bias,
+                                    const std::optional<Tensor>& d2t,
+                                    const std::optional<Tensor>& temperature,
+                                    const std::optional<Tensor>& uniform, int64_t draft_topk,
+                                    SegmentBytes segment_bytes) {
+  constexpr const char* op = "dflash::markov_chain";
+  check_argument(op, "base", base, ScalarType::Float, 3, "[sequences, slots, draft vocab]", base);
+  check_argument(op, "hidden", hidden, ScalarType::Float, 3, "[sequences, slots, hidden]", base);
+  check_argument(op, "anchor", anchor, ScalarType::Long, 1, "[sequences]", base);
+  MarkovPlan plan{};
+  plan.sequences = base.size(0);
+  plan.slots = base.size(1);
+  plan.draft_vocab = base.size(2);
+  plan.hidden = hidden.size(2);
+  STD_TORCH_CHECK(plan.draft_vocab > 0, op, ": base must have at least one column");
+  check_size(op, "hidden", hidden, 0, plan.sequences, "sequences, as base has");
+  check_size(op, "hidden", hidden, 1, plan.slots, "slots, as base has");
+  check_size(op, "anchor", anchor, 0, plan.sequences, "entries, one per sequence of base");
+  plan.rank = check_packed(op, "w1", w1, check_format(op, "w1_type", w1_type));
+  STD_TORCH_CHECK(plan.rank > 0, op, ": w1 must have at least one column");
+  check_same_device(op, "w1", w1, base);
+  plan.vocab = w1.size(0);
+  plan.w1_bytes = w1.size(1);
+  const Geometry quant = check_format(op, "w2_type", w2_type);
+  STD_TORCH_CHECK(plan.rank % quant.elems == 0, op, ": w2 must have rows of the ", plan.rank,
+                  " values that w1 has, but a quant of its type holds ", quant.elems);
+  check_argument(op, "w2", w2, ScalarType::Byte, 1, "[bytes]", base);
+  check_size(op, "w2", w2, 0, segment_bytes(w2_type, plan.draft_vocab, plan.rank),
+             "bytes, what repack() gives for its rows and columns");
+  if (d2t) {
+    check_argument(op, "d2t", *d2t, ScalarType::Long, 1, "[draft vocab]", base);
+    check_size(op, "d2t", *d2t, 0, plan.draft_vocab, "entries, one per column of base");
+  } else {
+    STD_TORCH_CHECK(plan.draft_vocab <= plan.vocab, op, ": w1 must have a row for each of the ",
+                    plan.draft_vocab, " columns of base (or pass d2t), got ", plan.vocab, " rows");
+  }
+  STD_TORCH_CHECK(weight || !bias, op,
+                  ": confidence_weight must be given when confidence_bias is, got None");
+  if (weight) {
+    check_argument(op, "confidence_weight", *weight, ScalarType::Float, 1,
+                   "[hidden + rank] or [hidden]", base);
+    plan.confidence_inputs = weight->size(0);
+    STD_TORCH_CHECK(
+        plan.confidence_inputs == plan.hidden + plan.rank || plan.confidence_inputs == plan.hidden,
+        op, ": confidence_weight must have ", plan.hidden + plan.rank, " or ", plan.hidden,
+        " entries, got ", plan.confidence_inputs);
+    if (bias) {
+      check_argument(op, "confidence_bias", *bias, ScalarType::Float, 1, "[1]", base);
+      check_size(op, "confidence_bias", *bias, 0, 1, "entry");
+    }
+  }
+  STD_TORCH_CHECK(temperature.has_value() == uniform.has_value(), op, ": ",
+                  temperature ? "uniform must be given when temperature is, got None"
+                              : "temperature must be given when uniform is, got None");
+  if (temperature) check_draws(op, *temperature, *uniform, plan.sequences, plan.slots, base);
+  STD_TORCH_CHECK(draft_topk >= 0, op, ": draft_topk must be >= 0 (0 is off), got ", draft_topk);
+  plan.tokens = torch::stable::new_empty(base, {plan.sequences, plan.slots}, ScalarType::Long);
+  plan.q = temperature ? torch::stable::new_empty(base, base.sizes(), ScalarType::Float)
+                       : torch::stable::new_empty(base, {0}, ScalarType::Float);
+  plan.confidence =
+      weight ? torch::stable::new_empty(base, {plan.sequences, plan.slots}, ScalarType::Float)
+             : torch::stable::new_empty(base, {0}, ScalarType::Float);
   return plan;
 }
 

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from .act import act_bytes
 
-__all__ = ["grouped_conv", "selector_walk"]
+__all__ = ["grouped_conv", "markov_chain", "selector_walk"]
 
 
 def grouped_conv(
@@ -135,3 +135,114 @@ def _(
     uniform: Tensor,
 ) -> tuple[Tensor, Tensor]:
     return ids.new_empty(ids.shape[:2]), torch.empty_like(scores)
+
+
+def markov_chain(
+    base: Tensor,
+    hidden: Tensor,
+    anchor: Tensor,
+    w1: Tensor,
+    w1_type: int,
+    w2: Tensor,
+    w2_type: int,
+    confidence_weight: Tensor | None,
+    confidence_bias: Tensor | None,
+    logit_scale: float,
+    d2t: Tensor | None,
+    temperature: Tensor | None,
+    uniform: Tensor | None,
+    mask_id: int = -1,
+    draft_topk: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    r"""Choose the tokens of a block one after the other, each conditioning the next.
+
+    .. math::
+        z_i = \text{base}_i + s\, W_2\, W_1[\text{prev}_i], \quad
+        \text{conf}_i = \sigma(w_c \cdot [h_i; W_1[\text{prev}_i]] + b)
+
+    where prev is the anchor at slot 0 and then the token chosen before. Temperature 0 takes the
+    arg max, the lowest id among equals; otherwise a token is drawn from
+    :math:`\operatorname{softmax}(z_i / t)`. The confidence is that the chosen token is accepted if
+    all before it were.
+
+    Args:
+        base: the head's logits ``[sequences, slots, draft vocab]`` float32, times ``logit_scale``.
+        hidden: the block's rows ``[sequences, slots, hidden]`` float32, after the final norm.
+        anchor: ``[sequences]`` int64, a target id.
+        w1: GGUF bytes ``[vocab, bytes]`` uint8 of ``rank`` values a row, by target id.
+        w1_type: its ggml type id.
+        w2: ``[draft vocab, rank]`` as :func:`repack` gives it.
+        w2_type: its ggml type id. Float types read ``w1``'s row in float32, others packed as
+            :func:`quant_act` does.
+        confidence_weight: ``[hidden + rank]`` or ``[hidden]`` float32, or None: no head.
+        confidence_bias: ``[1]`` float32, or None: 0.
+        logit_scale: the factor s.
+        d2t: target id of every draft id ``[draft vocab]`` int64, or None: they are the same.
+        temperature: ``[sequences]`` float32, >= 0; None: all greedy.
+        uniform: ``[sequences, slots]`` float32 in [0, 1), not read at temperature 0; None with
+            ``temperature``.
+        mask_id: a target id that is never proposed; -1 is none.
+        draft_topk: propose only the k largest of ``base``; 0 is off.
+
+    Returns:
+        ``(tokens, q, confidence)``: target ids int64 ``[sequences, slots]``; the distribution each
+        was drawn from, float32 ``[sequences, slots, draft vocab]`` (one-hot at temperature 0), or
+        ``[0]`` without ``temperature``; float32 ``[sequences, slots]``, or ``[0]`` without a head.
+
+    Raises:
+        RuntimeError: a shape, dtype or layout above does not hold; on CPU also an id outside w1 or
+            a logit that is NaN or infinite, named with its place. On a GPU such a sequence has the
+            token -1 from there on.
+
+    Source: DSpark; the top-k is vLLM's ``dspark_draft_topk``. Formula: ``csrc/core/draft.h``.
+    Backends: CPU, CUDA. Not differentiable.
+
+    >>> w1, w2 = torch.eye(2), torch.tensor([[0.0, 1.0], [1.0, 0.0]])  # the other token follows
+    >>> from torch_dflash.ops import repack
+    >>> packed = repack(w2.view(torch.uint8), 0, 2)
+    >>> base, hidden, anchor = torch.zeros(1, 3, 2), torch.zeros(1, 3, 1), torch.tensor([0])
+    >>> tables, greedy = (w1.view(torch.uint8), 0, packed, 0), (None, None)
+    >>> markov_chain(base, hidden, anchor, *tables, None, None, 1.0, None, *greedy)[0]
+    tensor([[1, 0, 1]])
+    """
+    return torch.ops.dflash.markov_chain.default(
+        base,
+        hidden,
+        anchor,
+        w1,
+        w1_type,
+        w2,
+        w2_type,
+        confidence_weight,
+        confidence_bias,
+        logit_scale,
+        d2t,
+        temperature,
+        uniform,
+        mask_id,
+        draft_topk,
+    )
+
+
+@torch.library.register_fake("dflash::markov_chain")
+def _(
+    base: Tensor,
+    hidden: Tensor,
+    anchor: Tensor,
+    w1: Tensor,
+    w1_type: int,
+    w2: Tensor,
+    w2_type: int,
+    confidence_weight: Tensor | None,
+    confidence_bias: Tensor | None,
+    logit_scale: float,
+    d2t: Tensor | None,
+    temperature: Tensor | None,
+    uniform: Tensor | None,
+    mask_id: int = -1,
+    draft_topk: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    slots = base.shape[:2]
+    q = base.new_empty(0) if temperature is None else torch.empty_like(base)
+    confidence = base.new_empty(0 if confidence_weight is None else slots)
+    return anchor.new_empty(slots), q, confidence

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ops import quant_geometry
+from ...ops import quant_geometry, repack, unpack
 from ...reference import draft as reference
 from .. import operator
 from .act import _quant_act
@@ -96,4 +96,99 @@ def selector_walk(device: torch.device) -> Iterator[Args]:
             *tables,
             temperature.to(device),
             uniform.to(device),
+        )
+
+
+def _markov_chain(
+    base: Tensor,
+    hidden: Tensor,
+    anchor: Tensor,
+    w1: Tensor,
+    w1_type: int,
+    w2: Tensor,
+    w2_type: int,
+    confidence_weight: Tensor | None,
+    confidence_bias: Tensor | None,
+    logit_scale: float,
+    d2t: Tensor | None,
+    temperature: Tensor | None,
+    uniform: Tensor | None,
+    mask_id: int = -1,
+    draft_topk: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    table = gguf_dequantize(w1, w1_type)
+    rows = base.shape[2]
+    head = gguf_dequantize(unpack(w2, w2_type, rows, table.shape[1]), w2_type)
+    tokens, q, confidence = reference.markov_chain(
+        base,
+        hidden,
+        anchor,
+        table,
+        head,
+        confidence_weight,
+        confidence_bias,
+        logit_scale,
+        d2t,
+        temperature,
+        uniform,
+        mask_id,
+        draft_topk,
+    )
+    none = torch.empty(0)
+    return (
+        tokens,
+        none if temperature is None else q.float(),
+        none if confidence_weight is None else confidence.float(),
+    )
+
+
+@operator("markov_chain", oracle=_markov_chain)
+def markov_chain(device: torch.device) -> Iterator[Args]:
+    g = torch.Generator().manual_seed(7)
+    vocab, hidden_size = 50, 24
+    for sequences, slots, rank, types, sampled, reduced, inputs, options in [
+        (0, 3, 8, (F32, F32), True, False, None, ()),
+        (1, 1, 1, (F16, F32), False, False, "both", ()),
+        (3, 4, 10, (BF16, BF16), True, True, "both", (7,)),
+        (2, 5, 64, (Q8_0, Q8_0), False, False, "hidden", (3, 6)),
+        (2, 7, 256, (Q8_0, Q4_K), True, True, None, (-1, 9)),
+    ]:
+        draft_vocab = 33 if reduced else vocab
+        packed = []
+        for ggml_type, rows in zip(types, (vocab, draft_vocab), strict=True):
+            values, nbytes = quant_geometry(ggml_type)
+            if values == 1:
+                table = float_codebook(torch.randn(rows, rank, generator=g) / 3, ggml_type)
+            else:
+                table = random_packed(ggml_type, rows, rank // values, g)
+                # Small scales, 2^-9 and 2^-12: the planes of w1's row are good to 2^-16 of its
+                # largest value, and the oracle does not pack.
+                halves = table.view(-1, nbytes)
+                halves[:, 1] = 0x18
+                if ggml_type == Q4_K:
+                    halves[:, 1] = halves[:, 3] = 0x0C
+            packed.append(table)
+        w2 = repack(packed[1].to(device), types[1], rank)
+        weight = bias = d2t = temperature = uniform = None
+        if inputs:
+            width = hidden_size + (rank if inputs == "both" else 0)
+            weight, bias = torch.randn(width, generator=g) / 4, torch.randn(1, generator=g)
+        if reduced:
+            d2t = torch.randperm(vocab, generator=g)[:draft_vocab].sort().values
+        if sampled:
+            temperature = torch.tensor([0.0, 0.7, 1.0])[-sequences:][:sequences]
+            uniform = torch.rand(sequences, slots, generator=g)
+        tensors = (
+            torch.randn(sequences, slots, draft_vocab, generator=g),
+            torch.randn(sequences, slots, hidden_size, generator=g),
+            torch.randint(0, vocab, (sequences,), generator=g),
+            packed[0],
+        )
+        optional = (weight, bias, 0.7, d2t, temperature, uniform, *options)
+        yield (
+            *(t.to(device) for t in tensors),
+            types[0],
+            w2,
+            types[1],
+            *(t.to(device) if isinstance(t, Tensor) else t for t in optional),
         )
