@@ -37,6 +37,7 @@ class DSpark(DFlash):
             hidden = self.forward(anchor, draft_tokens)
         else:
             hidden = self.forward(anchor, draft_tokens + 1)[1:]
+        greedy = sampling.greedy
         tokens, q, confidence = ops.markov_chain(
             self.head(hidden)[None],
             hidden[None],
@@ -49,12 +50,12 @@ class DSpark(DFlash):
             self.confidence_bias,
             self.config.logit_scale,
             self.d2t,
-            torch.full((1,), sampling.temperature, device=self.device),
-            self.uniforms(draft_tokens, sampling).view(1, -1),
+            None if greedy else torch.full((1,), sampling.temperature, device=self.device),
+            None if greedy else self.uniforms(draft_tokens, sampling).view(1, -1),
         )
         scored = confidence if self.confidence_weight is not None else None
         offered = self._offered(draft_tokens)
-        if sampling.greedy:
+        if greedy:
             return Proposal(tokens, offered, confidence=scored)
         if self.d2t is not None:
             full = q.new_zeros(*q.shape[:2], self.config.vocab_size)
