@@ -288,7 +288,7 @@ def test_what_was_not_offered_is_not_read():  # FORMATS 6, row 17: the actual ch
 
 
 def test_accepted_never_exceeds_offered():  # FORMATS 6, row 14: the offered denominator
-    draft = torch.tensor([[5, 6, 1, 1, 1, 1, 1]])
+    draft = torch.tensor([[5, 6, 9, 1, 1, 1, 1]])  # the third would match, but is not offered
     target = torch.tensor([[5, 6, 9, 1, 1, 1, 1, 1]])
     length, nxt = ops.accept_greedy(draft, full(1, 2), target)
     assert (length.item(), nxt.item()) == (2, 9)
