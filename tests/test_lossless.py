@@ -66,8 +66,8 @@ def poison_rejected(target, rows):
     [
         ("journal", torch.float32, 500),
         ("snapshots", torch.float32, 500),
-        ("journal", torch.bfloat16, 100),
-        ("snapshots", torch.bfloat16, 100),
+        ("journal", torch.bfloat16, 300),
+        ("snapshots", torch.bfloat16, 300),
     ],
 )
 def test_every_verification_equals_plain_steps(hybrid, kind, dtype, rounds):
