@@ -17,9 +17,9 @@ DFLASH_HD float edge_score(float score, float compatibility) {
   return score + compatibility;
 }
 
-// Markov chain: logits of a slot given the token before it.
+// Markov chain: logits of a slot given the token before it; the scale is that of the head too.
 DFLASH_HD float markov_logit(float base, float logit_scale, float bias) {
-  return fma(logit_scale, bias, base);
+  return mul(logit_scale, base + bias);
 }
 
 // P(the slot's token is accepted, all before it accepted), from a dot over [hidden; w1 row].

@@ -276,7 +276,7 @@ class TestErrors:
             ({"gate": torch.zeros(4, 64, 2).mT}, "gate must be dense in its last dimension"),
             ({"gate": torch.zeros(4, 2, 64).half()}, "gate must have dtype Float, got Half"),
             ({"value_scale": float("inf")}, "value_scale must be finite, got inf"),
-                    ],
+        ],
     )
     def test_says_what_is_wrong(self, changes, message):
         with pytest.raises(RuntimeError, match="dflash::block_attention: " + message):

@@ -93,7 +93,7 @@ def test_vllm(name, fixtures):
         head = f.get_tensor("lm_head") if head is None else head
         for step in range(int(f.metadata()["steps"])):
             hidden = f.get_tensor(f"step{step}.hidden")[first:].contiguous()
-            base = (scale * (hidden.double() @ head.double().T)).float()
+            base = (hidden.double() @ head.double().T).float()
             args = (base[None], hidden[None], f.get_tensor(f"step{step}.anchor"), w1, w2)
             rest = (
                 None if weight is None else weight.float().flatten(),

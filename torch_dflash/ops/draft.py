@@ -157,7 +157,7 @@ def markov_chain(
     r"""Choose the tokens of a block one after the other, each conditioning the next.
 
     .. math::
-        z_i = \text{base}_i + s\, W_2\, W_1[\text{prev}_i], \quad
+        z_i = s\,(\text{base}_i + W_2\, W_1[\text{prev}_i]), \quad
         \text{conf}_i = \sigma(w_c \cdot [h_i; W_1[\text{prev}_i]] + b)
 
     where prev is the anchor at slot 0 and then the token chosen before. Temperature 0 takes the
@@ -166,7 +166,7 @@ def markov_chain(
     all before it were.
 
     Args:
-        base: the head's logits ``[sequences, slots, draft vocab]`` float32, times ``logit_scale``.
+        base: the head's logits ``[sequences, slots, draft vocab]`` float32, not yet scaled.
         hidden: the block's rows ``[sequences, slots, hidden]`` float32, after the final norm.
         anchor: ``[sequences]`` int64, a target id.
         w1: GGUF bytes ``[vocab, bytes]`` uint8 of ``rank`` values a row, by target id.
@@ -176,7 +176,7 @@ def markov_chain(
             :func:`quant_act` does.
         confidence_weight: ``[hidden + rank]`` or ``[hidden]`` float32, or None: no head.
         confidence_bias: ``[1]`` float32, or None: 0.
-        logit_scale: the factor s.
+        logit_scale: the factor s of head and chain.
         d2t: target id of every draft id ``[draft vocab]`` int64, or None: they are the same.
         temperature: ``[sequences]`` float32, >= 0; None: all greedy.
         uniform: ``[sequences, slots]`` float32 in [0, 1), not read at temperature 0; None with

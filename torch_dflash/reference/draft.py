@@ -72,7 +72,7 @@ def markov_chain(
     mask_id: int = -1,
     draft_topk: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``z = base + logit_scale * w2 w1[prev]``, slot by slot; confidence from ``[h; w1[prev]]``."""
+    """``z = logit_scale (base + w2 w1[prev])``, slot by slot; confidence from ``[h; w1[prev]]``."""
     sequences, slots, vocab = base.shape
     tokens = torch.zeros(sequences, slots, dtype=torch.int64)
     q = torch.zeros(base.shape, dtype=torch.float64)
@@ -83,7 +83,7 @@ def markov_chain(
         previous = int(anchor[s])
         for j in range(slots):
             e = w1[previous].double()
-            z = base[s, j].double() + logit_scale * (w2.double() @ e)
+            z = logit_scale * (base[s, j].double() + w2.double() @ e)
             if draft_topk:
                 order = torch.sort(base[s, j], descending=True, stable=True).indices
                 z[order[draft_topk:]] = -torch.inf
