@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.progress import track
-from torch_dflash.gguf.tokenizer import tokenizer_from_gguf
 
 from torch_dflash.decoding.compare import compare
 from torch_dflash.decoding.loop import Session
 from torch_dflash.decoding.stop import StopChecker
 from torch_dflash.gguf import GGUFFile
+from torch_dflash.gguf.tokenizer import tokenizer_from_gguf
 from torch_dflash.load import ASSETS, DRAFTERS, load_drafter, load_target
 from torch_dflash.policies import CostPolicy
 
@@ -24,6 +24,10 @@ NEW_TOKENS, PAIRS = 192, 5
 def main() -> int:
     """Stream one completion, then compare plain and speculative decoding for every drafter."""
     console = Console(stderr=True, highlight=False)
+    names = [f"{name}.gguf" for name in ("target", *DRAFTERS)]
+    if missing := [name for name in names if not (ASSETS / name).exists()]:
+        print(f"demo: {ASSETS} must hold the embedded model, missing: {', '.join(missing)}")
+        return 1
     target = load_target()
     with GGUFFile.open(ASSETS / "target.gguf") as file:
         tokenizer = tokenizer_from_gguf(file)

@@ -56,7 +56,8 @@ class TestOrder:
         for k in (1, 2, 5, 20000):
             check(logits, k)
         values, ids = ops.head_topk(logits, 1, 0.5, 30.0)
-        assert values.tolist() == [[30.0], [-30.0]] and ids.tolist() == [[3], [0]]
+        assert values.tolist() == [[30.0], [-30.0]]
+        assert ids.tolist() == [[3], [0]]
 
     @pytest.mark.parametrize("multiplier, softcap", [(0.196, 20.0), (1.0, 5.0), (3.0, 0.0)])
     def test_transform_comes_first(self, multiplier, softcap):
@@ -73,7 +74,8 @@ class TestOrder:
         assert torch.equal(ids, by_value_then_id(everything, 20000)[1])
         for k in (1, 16, 300):
             best, best_ids = ops.head_topk(logits, k, multiplier, softcap)
-            assert torch.equal(best_ids, ids[:, :k]) and torch.equal(best, values[:, :k])
+            assert torch.equal(best_ids, ids[:, :k])
+            assert torch.equal(best, values[:, :k])
 
     def test_saturated_cap_ties(self):
         logits = torch.tensor([[1.0, 500.0, 900.0, 400.0]])
@@ -130,7 +132,8 @@ class TestRowIndependence:
             digests.append(
                 subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
             )
-        assert digests[0] == digests[1] and len(digests[0]) > 60
+        assert digests[0] == digests[1]
+        assert len(digests[0]) > 60
 
 
 @pytest.mark.parametrize(

@@ -172,7 +172,8 @@ class TestSections:
                     sections=sections,
                 )
             )
-        assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+        assert torch.equal(outs[0], outs[1])
+        assert torch.equal(outs[0], outs[2])
 
 
 class TestNormAndStore:
@@ -241,7 +242,8 @@ class TestNormAndStore:
         one, two = caches(4, 1, 64), caches(4, 1, 64)
         assert call(None, k, k, *one, **options).shape == (0,)
         call(torch.randn(3, 2, 64), k, k, *two, **options)
-        assert torch.equal(one[0], two[0]) and torch.equal(one[1], two[1])
+        assert torch.equal(one[0], two[0])
+        assert torch.equal(one[1], two[1])
 
     def test_views_of_a_fused_projection(self):
         """q with its gate interleaved, k and v, all views of one stacked output."""
@@ -259,7 +261,8 @@ class TestNormAndStore:
         views = call(q, k, v, *one, **options)
         dense = call(q.contiguous(), k.contiguous(), v.contiguous(), *two, **options)
         assert torch.equal(views, dense)
-        assert torch.equal(one[0], two[0]) and torch.equal(one[1], two[1])
+        assert torch.equal(one[0], two[0])
+        assert torch.equal(one[1], two[1])
 
 
 def run_all(rows):
@@ -325,7 +328,8 @@ class TestRowIndependence:
             digests.append(
                 subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
             )
-        assert digests[0] == digests[1] and len(digests[0]) > 60
+        assert digests[0] == digests[1]
+        assert len(digests[0]) > 60
 
 
 class TestErrors:

@@ -1,6 +1,7 @@
 """DFlash: a block of mask tokens, denoised in one pass over the target's hidden states."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -203,9 +204,10 @@ class DFlash(Drafter):
         self.own_embedding = None if own_embedding is None else Vocabulary(own_embedding).embed
         self.own_head = None if own_head is None else QuantLinear([own_head])
         self.fc = QuantLinear([t.weight("fc.weight")]) if config.use_aux_hidden_state else None
-        self.layers = nn.ModuleList(
+        layers = [
             self.layer_class(config, i, t.scope(f"layers.{i}.")) for i in range(config.num_layers)
-        )
+        ]
+        self.layers = cast(Sequence[Layer], nn.ModuleList(layers))
         context_mode = max(layer.attention.qkv.act_mode for layer in self.layers)
         self.hidden_norm = RMSNorm(
             t.floats("hidden_norm.weight"), config.rms_norm_eps, context_mode
@@ -308,9 +310,10 @@ class DFlash(Drafter):
         if sampling.greedy:
             ids = ops.head_topk(logits, 1, multiplier, softcap)[1].view(1, -1)
             return Proposal(self._target_ids(ids), self._offered(draft_tokens))
-        q = ops.sampling_probs(
-            logits, *sampling_rows(sampling, draft_tokens, self.device), multiplier, softcap
-        )
+        if multiplier != 1 or softcap != 0:  # the k best of all, put back where they were
+            values, order = ops.head_topk(logits, logits.shape[1], multiplier, softcap)
+            logits = logits.scatter(1, order, values)
+        q = ops.sampling_probs(logits, *sampling_rows(sampling, draft_tokens, self.device))
         ids = ops.categorical(q, self.uniforms(draft_tokens, sampling)).view(1, -1)
         if self.d2t is not None:
             full = q.new_zeros(draft_tokens, self.config.vocab_size)

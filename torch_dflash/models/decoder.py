@@ -1,7 +1,7 @@
 """A decoder that verifies: the part that every native target shares."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -80,7 +80,7 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         self.vocabulary = vocabulary
-        self.layers = nn.ModuleList(layers)
+        self.layers = cast(Sequence[DecoderLayer], nn.ModuleList(layers))
         self.norm = RMSNorm(norm, eps, vocabulary.head.act_mode)
         self.hidden_size = vocabulary.embed.columns
         self._gdn, self._kv_dtype = gdn, kv_dtype
