@@ -1,25 +1,28 @@
-# Every command a contributor needs. `make demo` and `make test` build their own environment first.
+# Every command a contributor needs. Each builds the environment it runs in first.
 VENV ?= .venv
 PYTHON ?= python3
 PY := $(VENV)/bin/python
-BACKEND ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU && echo cuda || echo cpu)
-export DFLASH_BACKEND := $(BACKEND)
+PIP := $(PY) -m pip --disable-pip-version-check --quiet
+BACKEND ?= $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo cuda || echo cpu)
+CXX_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.inl' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh')
 
-.PHONY: demo test lint format bench build test-abi cuda wheel clean
+.PHONY: demo test lint format bench build cuda wheel test-abi clean
 .DEFAULT_GOAL := demo
 
-$(VENV)/ready: pyproject.toml requirements-dev.txt
-	$(PYTHON) tools/check_python.py
+# The package is installed without its libraries: `build` puts those beside it, file by file.
+$(VENV)/ready: pyproject.toml requirements-dev.txt requirements-oracles.txt tools/check_python.py
+	@$(PYTHON) tools/check_python.py
 	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --upgrade pip
-	$(PY) -m pip install --quiet -r requirements-dev.txt
-	touch $@
+	$(PIP) install --requirement requirements-dev.txt
+	$(PIP) install --no-deps --requirement requirements-oracles.txt
+	DFLASH_BACKEND=none $(PIP) install --no-build-isolation --no-deps --editable .
+	@touch $@
 
 build: $(VENV)/ready
-	$(PY) -m pip install --quiet --no-build-isolation --no-deps --editable .
+	DFLASH_BACKEND=$(BACKEND) $(PY) setup.py --quiet build_ext --inplace
 
 demo: build
-	$(PY) -m benchmarks.demo
+	@$(PY) -m benchmarks.demo
 
 test: build
 	$(PY) -m pytest
@@ -28,12 +31,12 @@ lint: $(VENV)/ready
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
-	$(VENV)/bin/clang-format --dry-run --Werror $$(git ls-files 'csrc/*.h' 'csrc/*.inl' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh')
+	$(VENV)/bin/clang-format --dry-run --Werror $(CXX_FILES)
 
 format: $(VENV)/ready
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
-	$(VENV)/bin/clang-format -i $$(git ls-files 'csrc/*.h' 'csrc/*.inl' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh')
+	$(VENV)/bin/clang-format -i $(CXX_FILES)
 
 bench: build
 	$(PY) -m benchmarks.run
@@ -42,8 +45,10 @@ bench: build
 cuda: $(VENV)/ready
 	DFLASH_BACKEND=cuda $(PY) setup.py --quiet build_ext --inplace
 
+# Without build/lib of the last time: it keeps modules that are gone.
 wheel: $(VENV)/ready
-	DFLASH_BACKEND=cuda $(PY) -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
+	rm -rf build/lib* build/bdist* dist
+	DFLASH_BACKEND=cuda $(PIP) wheel --no-build-isolation --no-deps --wheel-dir dist .
 
 # The promise of the stable ABI: one wheel, loaded under another Python and the oldest torch.
 test-abi: wheel
