@@ -54,6 +54,9 @@ def add_parser(commands: Any) -> None:
     p.add_argument("--state", choices=("journal", "snapshots"), default="journal")
     p.add_argument("--kv-type", choices=("f32", "f16", "bf16"), default="f32")
     p.add_argument("--threads", type=int, help="CPU threads (default: all cores)")
+    p.add_argument(
+        "--reference", metavar="OP,OP", help="run these operators through their float64 reference"
+    )
     p.add_argument("--compare", action="store_true", help="interleave plain and speculative runs")
     p.add_argument("--pairs", type=int, default=5, help="of --compare")
     p.add_argument("--json", action="store_true", help="one JSON object instead of text")
@@ -68,6 +71,7 @@ def run(args: argparse.Namespace) -> int:
     from ..gguf import GGUFFile
     from ..gguf.tokenizer import tokenizer_from_gguf
     from ..load import ASSETS, load_drafter, load_target
+    from ..switch import use_reference
 
     sampling = SamplingParams(args.temperature, args.top_k, args.top_p, args.seed)
     if args.max_new_tokens < 1:
@@ -76,6 +80,8 @@ def run(args: argparse.Namespace) -> int:
         if args.threads < 1:
             raise ValueError(f"--threads must be at least 1, got {args.threads}")
         torch.set_num_threads(args.threads)
+    if args.reference is not None:
+        use_reference(args.reference.split(","))
     kv = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}[args.kv_type]
     path = Path(args.model) if args.model else ASSETS / "target.gguf"
     target = load_target(path, state=args.state, kv_dtype=kv)
