@@ -28,7 +28,7 @@ int64_t repack_bytes(int64_t ggml_type, int64_t rows, int64_t columns) {
 Tensor repack(const Tensor& packed, int64_t ggml_type, int64_t columns) {
   const auto plan = plan_repack(packed, ggml_type, columns);
   const int64_t bytes = repacked_bytes(ggml_type, plan.rows, columns);
-  Tensor out = torch::stable::new_empty(packed, {bytes}, ScalarType::Byte);
+  Tensor out = new_empty(packed, {bytes}, ScalarType::Byte);
   const auto* from = static_cast<const uint8_t*>(packed.const_data_ptr());
   auto* to = static_cast<uint8_t*>(out.mutable_data_ptr());
   const bool tiled = dispatch_tile(ggml_type, [&]<class F>() {
@@ -61,7 +61,7 @@ Tensor unpack(const Tensor& weight, int64_t ggml_type, int64_t rows, int64_t col
   STD_TORCH_CHECK(rows >= 0, op, ": rows must not be negative, got ", rows);
   check_weight(op, weight, repacked_bytes(ggml_type, rows, columns));
   const int64_t row_bytes = columns / quant.elems * quant.bytes;
-  Tensor out = torch::stable::new_empty(weight, {rows, row_bytes}, ScalarType::Byte);
+  Tensor out = new_empty(weight, {rows, row_bytes}, ScalarType::Byte);
   const auto* from = static_cast<const uint8_t*>(weight.const_data_ptr());
   auto* to = static_cast<uint8_t*>(out.mutable_data_ptr());
   std::atomic<bool> valid{true};

@@ -22,8 +22,8 @@ inline int64_t act_bytes(int64_t columns, int64_t act_mode) {
 // The output of an operator that emits activations: float32 [rows, columns] or uint8 packed rows.
 inline Tensor new_activations(const Tensor& like, int64_t rows, int64_t columns, int64_t act_mode) {
   const int64_t bytes = act_bytes(columns, act_mode);
-  return act_mode == 0 ? torch::stable::new_empty(like, {rows, columns}, ScalarType::Float)
-                       : torch::stable::new_empty(like, {rows, bytes}, ScalarType::Byte);
+  return act_mode == 0 ? new_empty(like, {rows, columns}, ScalarType::Float)
+                       : new_empty(like, {rows, bytes}, ScalarType::Byte);
 }
 
 struct QuantActPlan {

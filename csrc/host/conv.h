@@ -56,7 +56,7 @@ inline ConvPlan plan_ssm_conv_step(const Tensor& x, const Tensor& state, const T
     args.num_accepted = int_data(op, "num_accepted", *num_accepted, "[sequences]", {sequences}, x);
   args.cu_seqlens = int_data(op, "cu_seqlens", cu_seqlens, "[sequences + 1]", {sequences + 1}, x);
 
-  plan.out = torch::stable::new_empty(x, {rows, channels}, ScalarType::Float);
+  plan.out = new_empty(x, {rows, channels}, ScalarType::Float);
   args.out = plan.out.mutable_data_ptr<float>();
   return plan;
 }

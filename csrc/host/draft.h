@@ -96,8 +96,8 @@ inline SelectorPlan plan_selector_walk(const Tensor& ids, const Tensor& scores,
   plan.predecessor_bytes = predecessor.size(1);
   plan.successor_bytes = successor.size(1);
   check_draws(op, temperature, uniform, plan.sequences, plan.slots, ids);
-  plan.tokens = torch::stable::new_empty(ids, {plan.sequences, plan.slots}, ScalarType::Long);
-  plan.q = torch::stable::new_empty(ids, {plan.sequences, plan.slots, plan.candidates},
+  plan.tokens = new_empty(ids, {plan.sequences, plan.slots}, ScalarType::Long);
+  plan.q = new_empty(ids, {plan.sequences, plan.slots, plan.candidates},
                                     ScalarType::Float);
   return plan;
 }
@@ -167,12 +167,12 @@ inline MarkovPlan plan_markov_chain(const Tensor& base, const Tensor& hidden, co
                               : "temperature must be given when uniform is, got None");
   if (temperature) check_draws(op, *temperature, *uniform, plan.sequences, plan.slots, base);
   STD_TORCH_CHECK(draft_topk >= 0, op, ": draft_topk must be >= 0 (0 is off), got ", draft_topk);
-  plan.tokens = torch::stable::new_empty(base, {plan.sequences, plan.slots}, ScalarType::Long);
-  plan.q = temperature ? torch::stable::new_empty(base, base.sizes(), ScalarType::Float)
-                       : torch::stable::new_empty(base, {0}, ScalarType::Float);
+  plan.tokens = new_empty(base, {plan.sequences, plan.slots}, ScalarType::Long);
+  plan.q = temperature ? new_empty(base, base.sizes(), ScalarType::Float)
+                       : new_empty(base, {0}, ScalarType::Float);
   plan.confidence =
-      weight ? torch::stable::new_empty(base, {plan.sequences, plan.slots}, ScalarType::Float)
-             : torch::stable::new_empty(base, {0}, ScalarType::Float);
+      weight ? new_empty(base, {plan.sequences, plan.slots}, ScalarType::Float)
+             : new_empty(base, {0}, ScalarType::Float);
   return plan;
 }
 

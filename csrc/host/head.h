@@ -33,8 +33,8 @@ inline TopkPlan plan_head_topk(const Tensor& logits, int64_t k, double multiplie
           k,
           float(multiplier),
           float(softcap),
-          torch::stable::new_empty(logits, {rows, k}, ScalarType::Float),
-          torch::stable::new_empty(logits, {rows, k}, ScalarType::Long)};
+          new_empty(logits, {rows, k}, ScalarType::Float),
+          new_empty(logits, {rows, k}, ScalarType::Long)};
 }
 
 }  // namespace dflash

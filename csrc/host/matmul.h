@@ -105,7 +105,7 @@ inline QmmPlan plan_qmm(const Tensor& x, const Tensor& weight, const std::vector
                     ": bias must be contiguous [", plan.total_rows, "], got shape ",
                     shape_str(*bias));
   }
-  plan.out = torch::stable::new_empty(x, {input.rows, plan.total_rows}, ScalarType::Float);
+  plan.out = new_empty(x, {input.rows, plan.total_rows}, ScalarType::Float);
   return plan;
 }
 

@@ -25,7 +25,7 @@ inline UniformPlan plan_uniform(const Tensor& seeds, const Tensor& positions, in
   check_same_device(op, "positions", positions, seeds);
   STD_TORCH_CHECK(stream >= 0 && stream < kStreams, op,
                   ": stream must be 0 (target), 1 (draft) or 2 (acceptance), got ", stream);
-  return {seeds.numel(), torch::stable::new_empty(seeds, seeds.sizes(), ScalarType::Float)};
+  return {seeds.numel(), new_empty(seeds, seeds.sizes(), ScalarType::Float)};
 }
 
 struct SamplingProbsPlan {
@@ -46,7 +46,7 @@ inline SamplingProbsPlan plan_sampling_probs(const Tensor& logits, const Tensor&
   check_size(op, "top_k", top_k, 0, rows, "entries, one per row of logits");
   check_size(op, "top_p", top_p, 0, rows, "entries, one per row of logits");
   return {rows, logits.size(1),
-          torch::stable::new_empty(logits, {rows, logits.size(1)}, ScalarType::Float)};
+          new_empty(logits, {rows, logits.size(1)}, ScalarType::Float)};
 }
 
 struct CategoricalPlan {
@@ -60,7 +60,7 @@ inline CategoricalPlan plan_categorical(const Tensor& probs, const Tensor& unifo
   check_argument(op, "uniform", uniform, ScalarType::Float, 1, "[rows]", probs);
   check_size(op, "uniform", uniform, 0, probs.size(0), "entries, one per row of probs");
   return {probs.size(0), probs.size(1),
-          torch::stable::new_empty(probs, {probs.size(0)}, ScalarType::Long)};
+          new_empty(probs, {probs.size(0)}, ScalarType::Long)};
 }
 
 struct AcceptPlan {
@@ -77,8 +77,8 @@ inline AcceptPlan plan_proposal(const char* op, const Tensor& draft, const Tenso
           draft.size(1),
           0,
           0,
-          torch::stable::new_empty(draft, {sequences}, ScalarType::Int),
-          torch::stable::new_empty(draft, {sequences}, ScalarType::Long)};
+          new_empty(draft, {sequences}, ScalarType::Int),
+          new_empty(draft, {sequences}, ScalarType::Long)};
 }
 
 inline AcceptPlan plan_accept(const Tensor& draft, const Tensor& offered, const Tensor& probs,
