@@ -3,9 +3,28 @@
 import torch
 from torch import Tensor
 
-__all__ = ["KVCache"]
+__all__ = ["KVCache", "Rows"]
 
 _FIRST = 256  # rows of a fresh cache; it doubles from there
+
+
+class Rows:
+    """Row offsets of one forward pass of one sequence, on the device.
+
+    Attributes:
+        rows: how many.
+        positions: int64 ``[rows]``; also the rows of the caches.
+        cu_seqlens: int32 ``[2]``.
+        lengths: int32 ``[1]``, keys including these rows.
+    """
+
+    def __init__(self, cache: "KVCache", start: int, rows: int) -> None:
+        cache.reserve(start + rows)
+        self.rows = rows
+        # Views of tables that the cache keeps: making small tensors costs more than using them.
+        self.positions = cache.positions[start : start + rows]
+        self.lengths = cache.counts[start + rows : start + rows + 1]
+        self.cu_seqlens = cache.cu_seqlens(rows)
 
 
 class KVCache:
@@ -35,19 +54,31 @@ class KVCache:
         self.k = [empty() for _ in range(layers)]
         self.v = [empty() for _ in range(layers)]
         self.page_table = torch.zeros(1, 1, dtype=torch.int32, device=device)
+        self.positions = torch.empty(0, dtype=torch.int64, device=device)
+        self.counts = torch.empty(0, dtype=torch.int32, device=device)
+        self._cu_seqlens: dict[int, Tensor] = {}
 
     @property
     def capacity(self) -> int:
         """Rows that fit without growing."""
-        return self.k[0].shape[1] if self.k else 0
+        return self.positions.shape[0]
+
+    def cu_seqlens(self, rows: int) -> Tensor:
+        """``[0, rows]`` as int32, made once."""
+        if rows not in self._cu_seqlens:
+            device = self.counts.device
+            self._cu_seqlens[rows] = torch.tensor([0, rows], dtype=torch.int32, device=device)
+        return self._cu_seqlens[rows]
 
     def reserve(self, rows: int) -> None:
         """Make room for ``rows`` positions in total. Pointers change when it grows."""
-        if rows <= self.capacity or not self.k:
+        if rows <= self.capacity:
             return
         capacity = max(_FIRST, self.capacity)
         while capacity < rows:
             capacity *= 2
+        self.positions = torch.arange(capacity, device=self.positions.device)
+        self.counts = torch.arange(capacity + 1, dtype=torch.int32, device=self.counts.device)
         for caches in (self.k, self.v):
             for i, old in enumerate(caches):
                 new = old.new_zeros(1, capacity, *old.shape[2:])

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..decoding.kv_cache import KVCache
+from ..decoding.kv_cache import KVCache, Rows
 from ..decoding.proposal import Proposal
 from ..decoding.sampling import SamplingParams, sampling_rows
 from ..gguf.tensor import QuantTensor
-from ..nn import QuantEmbedding, QuantGLU, QuantLinear, RMSNorm, Vocabulary
+from ..nn import Module, QuantEmbedding, QuantGLU, QuantLinear, RMSNorm, Vocabulary
 from .base import Drafter, register
 from .config import DrafterConfig
 
@@ -59,7 +59,7 @@ def _as_row(vector: QuantTensor) -> QuantTensor:
     return QuantTensor(vector.packed, vector.ggml_type, (1, vector.columns))
 
 
-class Attention(nn.Module):
+class Attention(Module):
     """Block attention over the context and the block itself; E3 and E5 of docs/formats.md."""
 
     inv_freq: Tensor
@@ -113,7 +113,7 @@ class Attention(nn.Module):
         self._store(None, self.qkv.tail(context, 1), positions, cache, layer)
 
     def forward(
-        self, u: Tensor, positions: Tensor, cache: KVCache, layer: int, block: "Block"
+        self, u: Tensor, positions: Tensor, cache: KVCache, layer: int, block: Rows
     ) -> Tensor:
         """Attend; the block's own K and V are stored behind the context, and stay uncommitted."""
         columns = self.heads * self.head_dim
@@ -137,17 +137,7 @@ class Attention(nn.Module):
         return self.out(o)
 
 
-class Block:
-    """Row offsets and lengths of one block, on the device."""
-
-    def __init__(self, start: int, rows: int, device: torch.device) -> None:
-        self.rows = rows
-        self.positions = torch.arange(start, start + rows, device=device)
-        self.cu_seqlens = torch.tensor([0, rows], dtype=torch.int32, device=device)
-        self.lengths = torch.tensor([start + rows], dtype=torch.int32, device=device)
-
-
-class Layer(nn.Module):
+class Layer(Module):
     """Attention and FFN with pre-norms."""
 
     def __init__(self, config: DrafterConfig, index: int, t: Tensors) -> None:
@@ -166,12 +156,12 @@ class Layer(nn.Module):
             t.floats("post_attention_layernorm.weight"), config.rms_norm_eps, self.glu.act_mode
         )
 
-    def attend(self, y: Tensor | None, residual: Tensor, block: Block, cache: KVCache) -> Tensor:
+    def attend(self, y: Tensor | None, residual: Tensor, block: Rows, cache: KVCache) -> Tensor:
         """Add ``y`` to the residual; the attention sublayer's output."""
         u = self.attention_norm(y, residual)
         return self.attention(u, block.positions, cache, self.index, block)
 
-    def feed_forward(self, y: Tensor, residual: Tensor, block: Block) -> Tensor:
+    def feed_forward(self, y: Tensor, residual: Tensor, block: Rows) -> Tensor:
         """Add ``y`` to the residual; the FFN sublayer's output."""
         return self.down(self.glu(self.mlp_norm(y, residual)))
 
@@ -278,8 +268,7 @@ class DFlash(Drafter):
         Returns:
             float32 ``[rows, hidden]`` after the final norm.
         """
-        self.cache.reserve(self._length + rows)
-        block = Block(self._length, rows, self.device)
+        block = Rows(self.cache, self._length, rows)
         residual = self.embed(torch.cat([anchor, self.mask.expand(rows - 1)]))
         y = None
         for layer in self.layers:

@@ -4,13 +4,13 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..decoding.kv_cache import KVCache
+from ..decoding.kv_cache import KVCache, Rows
 from ..decoding.proposal import Proposal
 from ..decoding.sampling import SamplingParams
 from ..nn import QuantEmbedding, QuantLinear, RMSNorm
 from .base import register
 from .config import DrafterConfig
-from .dflash import Block, DFlash, Layer, Tensors
+from .dflash import DFlash, Layer, Tensors
 
 __all__ = ["DFlash2"]
 
@@ -34,7 +34,7 @@ class ConvLayer(Layer):
         self.attention_norm = RMSNorm(self.attention_norm.weight, config.rms_norm_eps)
         self.mlp_norm = RMSNorm(self.mlp_norm.weight, config.rms_norm_eps)
 
-    def attend(self, y: Tensor | None, residual: Tensor, block: Block, cache: KVCache) -> Tensor:
+    def attend(self, y: Tensor | None, residual: Tensor, block: Rows, cache: KVCache) -> Tensor:
         """Add ``y`` to the residual; convolution, attention, convolution."""
         u = self.attention_norm(y, residual)
         coef = self.attention_proj.from_float(u)
@@ -43,7 +43,7 @@ class ConvLayer(Layer):
         y = self.attention(u, block.positions, cache, self.index, block)
         return ops.grouped_conv(y, coef, base, FINISH, cu, 0)
 
-    def feed_forward(self, y: Tensor, residual: Tensor, block: Block) -> Tensor:
+    def feed_forward(self, y: Tensor, residual: Tensor, block: Rows) -> Tensor:
         """Add ``y`` to the residual; convolution, FFN, convolution."""
         u = self.mlp_norm(y, residual)
         coef = self.mlp_proj.from_float(u)

@@ -6,12 +6,12 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from ..decoding.kv_cache import KVCache
+from ..decoding.kv_cache import KVCache, Rows
 from ..decoding.target import Verification
-from ..nn import RMSNorm, Vocabulary
+from ..nn import Module, RMSNorm, Vocabulary
 from .config import TargetConfig
 from .layers import Attention, FeedForward, GatedDeltaNet
-from .state import GDNShape, RecurrentState, StateKind, Step, TargetState
+from .state import GDNShape, RecurrentState, StateKind, TargetState
 
 __all__ = ["Decoder", "DecoderLayer"]
 
@@ -21,10 +21,10 @@ MAX_ROWS = 32  # of one verification, and of one prefill chunk: the decode kerne
 class _Mixer(Protocol):
     act_mode: int
 
-    def __call__(self, u: Tensor, step: Step, state: TargetState, index: int) -> Tensor: ...
+    def __call__(self, u: Tensor, step: Rows, state: TargetState, index: int) -> Tensor: ...
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(Module):
     """Token mixer and FFN, each behind a norm.
 
     Args:
@@ -48,7 +48,7 @@ class DecoderLayer(nn.Module):
         self.ffn_norm = RMSNorm(ffn_norm, eps, ffn.act_mode)
 
 
-class Decoder(nn.Module):
+class Decoder(Module):
     """A native target (see ``decoding.Target``) over one sequence.
 
     Prefill runs through the decode kernels in chunks of 32 rows from position 0, so that a prompt
@@ -160,17 +160,17 @@ class Decoder(nn.Module):
         """Forget the sequence."""
         self.state.reset()
 
-    def _rows(self, tokens: Tensor, slot: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _rows(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Run rows behind the committed ones: (rows as the head reads them, target_hidden)."""
         rows, hidden = tokens.shape[0], self.hidden_size
-        self.state.kv.reserve(self.length + rows)
-        step = Step(self.length, rows, self.device, slot)
+        step = Rows(self.state.kv, self.length, rows)
         residual = self.vocabulary.embed(tokens)
         captured = residual.new_empty(rows, len(self._captured) * hidden)
         y = None
         for i, layer in enumerate(self.layers):
             u = layer.mixer_norm(y, residual)
-            self._keep(i - 1, residual, captured)
+            if i - 1 in self._captured:
+                self._keep(i - 1, residual, captured)
             y = layer.mixer(u, step, self.state, self._index[i])
             y = layer.ffn(layer.ffn_norm(y, residual))
         return self.norm(y, residual), captured
@@ -197,19 +197,18 @@ class Decoder(nn.Module):
         if tokens.dim() != 1 or tokens.shape[0] == 0:
             raise ValueError(f"prefill: tokens must be [n >= 1], got {list(tokens.shape)}")
         recurrent = self.state.recurrent
-        slot = self._no_slot if recurrent is None else recurrent.begin_prefill()
+        if recurrent is not None:
+            recurrent.begin_prefill()
         for chunk in tokens.split(MAX_ROWS):
-            normed, captured = self._rows(chunk, slot)
+            normed, captured = self._rows(chunk)
             self.state.length += chunk.shape[0]
             if recurrent is not None:
-                recurrent.end_prefill(chunk.shape[0])
+                recurrent.prefilled(chunk.shape[0])
             if sink is not None and self._captured:
                 sink(captured)
+        if recurrent is not None:
+            recurrent.end_prefill()
         return self.vocabulary.head(normed[-1:])
-
-    @property
-    def _no_slot(self) -> Tensor:
-        return torch.zeros(1, dtype=torch.int32, device=self.device)
 
     def verify(self, tokens: Tensor) -> Verification:
         """Run the anchor and draft tokens behind the committed ones, committing none of them.
@@ -222,7 +221,7 @@ class Decoder(nn.Module):
         """
         if tokens.dim() != 1 or not 1 <= tokens.shape[0] <= MAX_ROWS:
             raise ValueError(f"verify: tokens must be [1..{MAX_ROWS}], got {list(tokens.shape)}")
-        normed, captured = self._rows(tokens, None)
+        normed, captured = self._rows(tokens)
         self._verified = tokens.shape[0]
         return Verification(self.vocabulary.head(normed), captured)
 

@@ -1,18 +1,19 @@
 """Layers of the native targets: attention, Gated DeltaNet, FFN."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import ops
+from ..decoding.kv_cache import Rows
 from ..drafters.rope import RopeConfig
 from ..gguf.tensor import QuantTensor
-from ..nn import QuantGLU, QuantLinear
-from .state import GDNShape, Step, TargetState
+from ..nn import Module, QuantGLU, QuantLinear
+from .state import GDNShape, TargetState
 
 __all__ = ["Attention", "FeedForward", "GatedDeltaNet"]
 
 
-class Attention(nn.Module):
+class Attention(Module):
     """Full attention of a target: q/k norm if the file has it, rotary part, optional output gate.
 
     Args:
@@ -52,21 +53,23 @@ class Attention(nn.Module):
         self.attention_scaling = rope.attention_scaling
         self.qkv, self.out = QuantLinear(qkv, bias), QuantLinear([out], out_bias)
         self.act_mode = self.qkv.act_mode
+        self.width = head_dim * (2 if gated else 1)
+        self.columns = [heads * self.width, kv_heads * head_dim, kv_heads * head_dim]
         self.register_buffer("inv_freq", rope.inv_freq(), persistent=False)
         self.register_buffer("q_norm", q_norm, persistent=False)
         self.register_buffer("k_norm", k_norm, persistent=False)
 
-    def forward(self, u: Tensor, step: Step, state: TargetState, index: int) -> Tensor:
+    def forward(self, u: Tensor, step: Rows, state: TargetState, index: int) -> Tensor:
         """Run rows that stand at ``step.positions``; ``index`` counts the attention layers."""
-        rows, width = u.shape[0], self.head_dim * (2 if self.gated else 1)
+        rows, width = step.rows, self.width
         qkv = self.qkv(u)
-        columns, kv = self.heads * width, self.kv_heads * self.head_dim
-        q = qkv[:, :columns].view(rows, self.heads, width)
+        q, k, v = qkv.split(self.columns, 1)
+        q = q.view(rows, self.heads, width)
         k_cache, v_cache = state.kv.k[index], state.kv.v[index]
         rotated = ops.qk_norm_rope_store(
             q[..., : self.head_dim] if self.gated else q,
-            qkv[:, columns : columns + kv].view(rows, self.kv_heads, self.head_dim),
-            qkv[:, columns + kv :].view(rows, self.kv_heads, self.head_dim),
+            k.view(rows, self.kv_heads, self.head_dim),
+            v.view(rows, self.kv_heads, self.head_dim),
             self.q_norm,
             self.k_norm,
             self.eps,
@@ -97,7 +100,7 @@ class Attention(nn.Module):
         return self.out(o)
 
 
-class GatedDeltaNet(nn.Module):
+class GatedDeltaNet(Module):
     """Gated DeltaNet layer of a GGUF target: V heads in tiled order.
 
     Args:
@@ -131,26 +134,26 @@ class GatedDeltaNet(nn.Module):
         self.shape, self.eps = shape, eps
         self.proj, self.out = QuantLinear(segments), QuantLinear([out])
         self.act_mode = self.proj.act_mode
+        self.columns = [shape.channels, shape.v_heads * shape.v_dim, shape.v_heads, shape.v_heads]
         for name, value in (("conv", conv), ("A", A), ("dt_bias", dt_bias), ("norm", norm)):
             self.register_buffer(name, value, persistent=False)
 
-    def forward(self, u: Tensor, step: Step, state: TargetState, index: int) -> Tensor:
+    def forward(self, u: Tensor, step: Rows, state: TargetState, index: int) -> Tensor:
         """Run rows of one sequence; ``index`` counts the recurrent layers."""
         s, r = self.shape, state.recurrent
         assert r is not None
-        p = self.proj(u)
-        z0, b0 = s.channels, s.channels + s.v_heads * s.v_dim
+        qkv, z, b, a = self.proj(u).split(self.columns, 1)
         mixed = ops.ssm_conv_step(
-            p[:, :z0], r.conv[index], self.conv, None, True, r.slots, r.conv_accepted,
+            qkv, r.conv[index], self.conv, None, True, r.slots, r.conv_accepted,
             step.cu_seqlens,
         )  # fmt: skip
         common = (
             mixed,
-            p[:, b0 + s.v_heads :],
-            p[:, b0 : b0 + s.v_heads],
+            a,
+            b,
             self.A,
             self.dt_bias,
-            p[:, z0:b0],
+            z,
             self.norm,
             self.eps,
             False,
@@ -160,10 +163,8 @@ class GatedDeltaNet(nn.Module):
             r.state[index],
         )
         mode = self.out.act_mode
-        if step.slot is not None:
-            o = ops.gdn_prefill(
-                *common, step.slot, torch.ones_like(step.slot), step.cu_seqlens, mode
-            )
+        if (slot := r.prefill_slot) is not None:
+            o = ops.gdn_prefill(*common, slot, torch.ones_like(slot), step.cu_seqlens, mode)
         elif r.kind == "snapshots":
             o = ops.gdn_step(*common, r.indices, r.accepted, step.cu_seqlens, mode)
         else:
@@ -175,7 +176,7 @@ class GatedDeltaNet(nn.Module):
         return self.out(o)
 
 
-class FeedForward(nn.Module):
+class FeedForward(Module):
     """``down(silu(gate x) * up x)``.
 
     Args:

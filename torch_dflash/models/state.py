@@ -9,7 +9,7 @@ from torch import Tensor
 from .. import ops
 from ..decoding.kv_cache import KVCache
 
-__all__ = ["GDNShape", "RecurrentState", "StateKind", "Step", "TargetState"]
+__all__ = ["GDNShape", "RecurrentState", "StateKind", "TargetState"]
 
 StateKind = Literal["journal", "snapshots"]
 SLOT = 1  # slot 0 is the null slot
@@ -35,26 +35,6 @@ class GDNShape:
     def channels(self) -> int:
         """Columns of q|k|v."""
         return 2 * self.k_heads * self.k_dim + self.v_heads * self.v_dim
-
-
-class Step:
-    """Row offsets of one forward pass of one sequence, on the device.
-
-    Attributes:
-        positions: int64 ``[rows]``; also the rows of the caches.
-        cu_seqlens: int32 ``[2]``.
-        lengths: int32 ``[1]``, keys including these rows.
-        slot: prefill only: where the recurrent state is, int32 ``[1]``; its rows are committed as
-            they run.
-    """
-
-    def __init__(
-        self, start: int, rows: int, device: torch.device, slot: Tensor | None = None
-    ) -> None:
-        self.rows, self.slot = rows, slot
-        self.positions = torch.arange(start, start + rows, device=device)
-        self.cu_seqlens = torch.tensor([0, rows], dtype=torch.int32, device=device)
-        self.lengths = torch.tensor([start + rows], dtype=torch.int32, device=device)
 
 
 class RecurrentState:
@@ -99,6 +79,7 @@ class RecurrentState:
         self.conv_accepted = torch.ones(1, dtype=torch.int32, device=device)
         self.accepted = torch.zeros(1, dtype=torch.int32, device=device)
         self.parity = torch.zeros(1, dtype=torch.int32, device=device)
+        self.prefill_slot: Tensor | None = None  # set while rows are committed as they run
         self._pending = 0  # rows of the journal that belong to the sequence but not to the base
         self.reset()
 
@@ -122,6 +103,10 @@ class RecurrentState:
         Returns:
             that slot, int32 ``[1]``; the rows of a prefill go on from it, in place.
         """
+        self.prefill_slot = self._materialise()
+        return self.prefill_slot
+
+    def _materialise(self) -> Tensor:
         if self.kind == "snapshots":
             return self.indices[0, self.accepted.to(torch.int64) - 1]
         if self._pending:
@@ -140,9 +125,13 @@ class RecurrentState:
             self._pending = 0
         return self.slots
 
-    def end_prefill(self, rows: int) -> None:
-        """Note that the last call committed all of its ``rows``."""
+    def prefilled(self, rows: int) -> None:
+        """Note that a chunk committed all of its ``rows``."""
         self.conv_accepted.fill_(rows)
+
+    def end_prefill(self) -> None:
+        """Back to rows that are committed by choice."""
+        self.prefill_slot = None
 
     def commit(self, rows: int) -> None:
         """Keep the first ``rows`` rows of the last verification."""

@@ -4,10 +4,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import ops
 from ..gguf.tensor import QuantTensor
+from .module import Module
 
 __all__ = ["ACT_FLOAT", "ACT_PLANES", "ACT_Q8_1", "QuantGLU", "QuantLinear"]
 
@@ -21,7 +22,7 @@ def _act_mode(types: Sequence[int]) -> int:
     return ACT_FLOAT if all(t in _FLOAT_TYPES for t in types) else ACT_PLANES
 
 
-class _Stacked(nn.Module):
+class _Stacked(Module):
     """Segments of one input width, repacked for the device they are on, in one buffer.
 
     Moving the module to another kind of device unpacks, moves and repacks: the layouts differ.

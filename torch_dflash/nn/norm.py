@@ -1,13 +1,14 @@
 """Residual add and RMSNorm in one operator."""
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import ops
+from .module import Module
 
 __all__ = ["RMSNorm"]
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Module):
     """``residual += x; return rms_norm(residual) * weight``.
 
     Args:

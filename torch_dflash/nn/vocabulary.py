@@ -1,15 +1,16 @@
 """The two ends of a model: token ids to rows, rows to logits."""
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import ops
 from ..gguf.tensor import QuantTensor
 from .linear import QuantLinear
+from .module import Module
 
 __all__ = ["QuantEmbedding", "Vocabulary"]
 
 
-class QuantEmbedding(nn.Module):
+class QuantEmbedding(Module):
     """Rows of a quantized table, as they lie in the file.
 
     Args:
@@ -28,7 +29,7 @@ class QuantEmbedding(nn.Module):
         return ops.embed_rows(self.packed, self.ggml_type, ids, scale)
 
 
-class Vocabulary(nn.Module):
+class Vocabulary(Module):
     """Embedding and output head that a target owns and its drafters share.
 
     Args:
