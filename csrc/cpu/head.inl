@@ -23,13 +23,10 @@ DFLASH_INLINE uint32_t notable(F32x16 x, F32x16 threshold) {
 // Values of `count` <= kStep logits: the logits themselves, or computed into `buffer`.
 const float* values_of(const TopkArgs& args, const float* logits, int64_t count, float* buffer) {
   if (args.multiplier == 1.f && args.softcap == 0.f) return logits;
-  if (args.softcap == 0.f) {
-    for (int64_t i = 0; i < count; ++i) buffer[i] = logit_value(logits[i], args.multiplier, 0.f);
-    return buffer;
-  }
-  const float softcap = args.softcap;
-  if (!(softcap > 0.f)) __builtin_unreachable();  // so that the loop below has no branch
-  for (int64_t i = 0; i < count; ++i) buffer[i] = logit_value(logits[i], args.multiplier, softcap);
+  const float multiplier = args.multiplier, softcap = args.softcap;  // the buffer aliases nothing
+  for (int64_t i = 0; i < count; ++i) buffer[i] = dflash::mul(logits[i], multiplier);
+  if (softcap > 0.f)
+    for (int64_t i = 0; i < count; ++i) buffer[i] = soft_capped(buffer[i], softcap);
   return buffer;
 }
 
