@@ -5,7 +5,15 @@
 namespace dflash {
 
 // Soft cap of a logit that the multiplier was applied to.
-DFLASH_HD float soft_capped(float z, float softcap) { return mul(softcap, tanh(z / softcap)); }
+DFLASH_HD float soft_capped(float z, float softcap) {
+  return mul(softcap, tanh(z / softcap));
+}
+
+// multiplier, then soft cap (0: none).
+DFLASH_HD float logit_value(float logit, float multiplier, float softcap) {
+  const float z = mul(logit, multiplier);
+  return softcap > 0.f ? soft_capped(z, softcap) : z;
+}
 
 // One integer to compare: greater means ahead. Not for NaN. Ids below 2^32.
 DFLASH_HD uint64_t rank_key(float value, uint32_t id) {
