@@ -11,6 +11,7 @@ from ...reference import draft as reference
 from .. import operator
 from .act import _quant_act
 from .quant import gguf_dequantize, random_packed
+from .sampling import on_cpu
 
 Args = tuple[Any, ...]
 F32, F16, Q8_0, Q4_K, Q6_K, BF16 = 0, 1, 8, 12, 14, 30
@@ -22,6 +23,7 @@ def float_codebook(values: Tensor, ggml_type: int) -> Tensor:
     return values.to(dtype).contiguous().view(torch.uint8)
 
 
+@on_cpu
 def _grouped_conv(*args: Any) -> Tensor:
     *arguments, act_mode = args
     return _quant_act(reference.grouped_conv(*arguments).float(), act_mode)
@@ -46,6 +48,7 @@ def grouped_conv(device: torch.device) -> Iterator[Args]:
             yield x.to(device), coef.to(device), base.to(device), side, cu.to(device), 0
 
 
+@on_cpu
 def _selector_walk(
     ids: Tensor,
     scores: Tensor,
@@ -99,6 +102,7 @@ def selector_walk(device: torch.device) -> Iterator[Args]:
         )
 
 
+@on_cpu
 def _markov_chain(
     base: Tensor,
     hidden: Tensor,

@@ -1,6 +1,7 @@
 """Samples of the sampling and acceptance operators; the oracles are the float64 references."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import wraps
 from typing import Any
 
 import torch
@@ -12,11 +13,24 @@ from .. import operator
 Args = tuple[Any, ...]
 
 
+def on_cpu(oracle: Callable[..., Any]) -> Callable[..., Any]:
+    """The references compute on the CPU; their results go where the arguments came from."""
+
+    @wraps(oracle)
+    def moved(*args: Any) -> Any:
+        device = next(a.device for a in args if isinstance(a, Tensor))
+        out = oracle(*(a.cpu() if isinstance(a, Tensor) else a for a in args))
+        return tuple(t.to(device) for t in out) if isinstance(out, tuple) else out.to(device)
+
+    return moved
+
+
+@on_cpu
 def _sampling_probs(*args: Tensor) -> Tensor:
     return reference.sampling_probs(*args).float()
 
 
-@operator("uniform", oracle=reference.uniform)
+@operator("uniform", oracle=on_cpu(reference.uniform))
 def uniform(device: torch.device) -> Iterator[Args]:
     g = torch.Generator().manual_seed(0)
     low, high = -(2**63), 2**63 - 1
@@ -45,7 +59,7 @@ def _rows(*shape: int, generator: torch.Generator) -> Tensor:
     return torch.softmax(torch.randn(*shape, generator=generator) * 2, -1)
 
 
-@operator("categorical", oracle=reference.categorical)
+@operator("categorical", oracle=on_cpu(reference.categorical))
 def categorical(device: torch.device) -> Iterator[Args]:
     g = torch.Generator().manual_seed(2)
     for rows, vocab in [(0, 3), (1, 1), (9, 8), (5, 1025), (3, 5000)]:
@@ -55,7 +69,7 @@ def categorical(device: torch.device) -> Iterator[Args]:
         yield (probs * 3).to(device), torch.rand(rows, generator=g).to(device)
 
 
-@operator("accept", oracle=reference.accept)
+@operator("accept", oracle=on_cpu(reference.accept))
 def accept(device: torch.device) -> Iterator[Args]:
     g = torch.Generator().manual_seed(3)
     for sequences, tokens, vocab, candidates in [(0, 2, 4, 2), (1, 0, 5, 1), (8, 4, 12, 3)]:
@@ -74,7 +88,7 @@ def accept(device: torch.device) -> Iterator[Args]:
             yield tuple(None if a is None else a.to(device) for a in args)
 
 
-@operator("accept_greedy", oracle=reference.accept_greedy)
+@operator("accept_greedy", oracle=on_cpu(reference.accept_greedy))
 def accept_greedy(device: torch.device) -> Iterator[Args]:
     g = torch.Generator().manual_seed(4)
     for sequences, tokens in [(0, 3), (1, 0), (9, 5)]:
