@@ -3,7 +3,6 @@
 import json
 import sys
 import time
-from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -12,13 +11,12 @@ from rich.progress import track
 from torch_dflash.decoding.compare import compare
 from torch_dflash.decoding.loop import Session
 from torch_dflash.decoding.stop import StopChecker
-from torch_dflash.gguf import GGUFFile
-from torch_dflash.gguf.tokenizer import tokenizer_from_gguf
-from torch_dflash.load import ASSETS, DRAFTERS, load_drafter, load_target
+from torch_dflash.load import ASSETS, DRAFTERS, load_drafter
 from torch_dflash.policies import CostPolicy
 
-PROMPT = Path(__file__).with_name("demo_prompt.txt")
-NEW_TOKENS, PAIRS = 192, 5
+from .held_out import embedded, prompts
+
+PROMPT, NEW_TOKENS, PAIRS = 0, 192, 5
 
 
 def main() -> int:
@@ -28,10 +26,8 @@ def main() -> int:
     if missing := [name for name in names if not (ASSETS / name).exists()]:
         print(f"demo: {ASSETS} must hold the embedded model, missing: {', '.join(missing)}")
         return 1
-    target = load_target()
-    with GGUFFile.open(ASSETS / "target.gguf") as file:
-        tokenizer = tokenizer_from_gguf(file)
-    text = PROMPT.read_text(encoding="utf-8")
+    target, tokenizer = embedded()
+    text = prompts()[PROMPT]
     prompt = tokenizer.encode(text, add_special=True)
     console.print(
         f"The embedded hybrid completes {len(prompt)} tokens of held-out Python "
