@@ -104,12 +104,18 @@ def _encode(args: argparse.Namespace, tokenizer: "Tokenizer") -> list[int]:
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
         return tokenizer.encode(text, add_special=False)
     if args.file is not None:
-        text = args.file.read_text(encoding="utf-8")
+        try:
+            text = args.file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{args.file}: must be UTF-8 text, got {error}") from error
     elif args.prompt == "-":
         text = sys.stdin.read()
     else:
         text = args.prompt if args.prompt is not None else "def fibonacci(n):\n"
-    return tokenizer.encode(text, add_special=True)
+    tokens = tokenizer.encode(text, add_special=True)
+    if not tokens:
+        raise ValueError("the prompt must have at least one token, got an empty text")
+    return tokens
 
 
 def _policy(args: argparse.Namespace) -> Any:
@@ -131,7 +137,8 @@ def _generate(
     from ..decoding.stop import StopChecker
 
     stop_ids = () if args.ignore_eos else tokenizer.eos_ids
-    stop = StopChecker(stop_ids, args.stop, tokenizer.stream().push)
+    text = tokenizer.stream()
+    stop = StopChecker(stop_ids, args.stop, text.push, text.finish)
     result = Generation()
     session = Session(target, drafter, _policy(args) if drafter else None)
     for step in session.stream(prompt, args.max_new_tokens, sampling, stop, result):

@@ -62,7 +62,15 @@ def compare(
         sampling: greedy by default.
         policy: kept from run to run, so that what it measured counts.
         stop_ids: tokens that end the text.
+
+    Raises:
+        ValueError: no pairs, or less than 2 new tokens: the first one takes no step.
     """
+    if pairs < 1 or max_new_tokens < 2:
+        raise ValueError(
+            "compare: pairs must be >= 1 and max_new_tokens >= 2, got "
+            f"{pairs} and {max_new_tokens}"
+        )
 
     def run(with_drafter: bool) -> Generation:
         session = Session(target, drafter, policy) if with_drafter else Session(target)

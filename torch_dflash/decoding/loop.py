@@ -1,8 +1,11 @@
 """The decoding loop: propose, choose, verify, accept, commit."""
 
+import operator
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -21,6 +24,8 @@ __all__ = ["Generation", "Session", "StepResult"]
 
 TARGET_STREAM, ACCEPT_STREAM = 0, 2  # of ops.uniform; drafts use 1
 _PENDING = 64  # steps whose target_hidden may wait for the next draft
+# target or drafter -> key of the session whose tokens its state holds
+_HOLDERS: "WeakKeyDictionary[Target | Drafter, object]" = WeakKeyDictionary()
 
 
 @dataclass
@@ -75,20 +80,40 @@ class Session:
         self.policy = policy or FixedPolicy()
         self._committed: list[int] = []
         self._pending: list[Tensor] = []  # target_hidden rows the drafter has not seen yet
-        target.capture(drafter.config.target_layer_ids if drafter else [])
+        self._key = object()
         self.reset()
 
     def reset(self) -> None:
-        """Forget the sequence."""
+        """Forget the sequence, and take target and drafter from other sessions."""
+        self.target.capture(self.drafter.config.target_layer_ids if self.drafter else [])
         self.target.reset()
+        _HOLDERS[self.target] = self._key
         if self.drafter is not None:
             self.drafter.reset()
+            _HOLDERS[self.drafter] = self._key
         self._committed, self._pending = [], []
 
-    def _prefill(self, prompt: Sequence[int]) -> Tensor:
+    def _holds_state(self) -> bool:
+        """Whether target and drafter still hold the tokens of this session."""
+        used = (self.target,) if self.drafter is None else (self.target, self.drafter)
+        mine = all(_HOLDERS.get(part) is self._key for part in used)
+        return mine and self.target.length == len(self._committed)
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """Run the models; what an error or an interrupt leaves behind is no prefix to extend."""
+        try:
+            with torch.inference_mode():
+                yield
+        except BaseException:
+            self._committed = []
+            raise
+
+    def _prefill(self, prompt: list[int]) -> Tensor:
         """Bring the state to the end of the prompt; a hybrid's state can only be extended."""
         known = len(self._committed)
-        if not (0 < known < len(prompt) and list(prompt[:known]) == self._committed):
+        extends = 0 < known < len(prompt) and prompt[:known] == self._committed
+        if not (extends and self._holds_state()):
             self.reset()
             known = 0
         self._flush()
@@ -96,7 +121,7 @@ class Session:
         device = self.target.vocabulary.embed.packed.device
         tokens = torch.tensor(prompt[known:], dtype=torch.int64, device=device)
         logits = self.target.prefill(tokens, sink)
-        self._committed = list(prompt)
+        self._committed = prompt
         return logits
 
     def generate(
@@ -115,7 +140,10 @@ class Session:
             stop: watches for the end.
 
         Raises:
-            ValueError: an empty prompt, an id outside the vocabulary, or no tokens wanted.
+            ValueError: an empty prompt, an id outside the vocabulary, no tokens wanted, or a
+                ``stop`` that ended another generation.
+            TypeError: a prompt of anything but integers.
+            RuntimeError: another session took the target or the drafter in the meantime.
         """
         result = Generation()
         for step in self.stream(prompt, max_new_tokens, sampling, stop, result):
@@ -139,12 +167,13 @@ class Session:
         Yields:
             what every step of the target brought.
         """
-        self._check(prompt, max_new_tokens)
-        result = result if result is not None else Generation()
+        prompt = [operator.index(token) for token in prompt]
         stop = stop if stop is not None else StopChecker()
+        self._check(prompt, max_new_tokens, stop)
+        result = result if result is not None else Generation()
         stats = result.stats
         stats.prompt_tokens = len(prompt)
-        with torch.inference_mode():
+        with self._running():
             began = time.perf_counter()
             logits = self._prefill(prompt)
             anchor = self._choose(logits, len(prompt), sampling)
@@ -155,7 +184,7 @@ class Session:
         self._finish(result, stop, left)
         yield StepResult(emitted, text + (stop.flush() if left == 0 else ""))
         while left and stop.reason is None:
-            with torch.inference_mode():
+            with self._running():
                 began = time.perf_counter()
                 tokens, offered, accepted = self._step(anchor, left, sampling)
                 emitted, text = self._emit(tokens[:left], stop)
@@ -172,11 +201,16 @@ class Session:
                 text += stop.flush()
             yield StepResult(emitted, text, offered, accepted)
 
-    def _check(self, prompt: Sequence[int], max_new_tokens: int) -> None:
+    def _check(self, prompt: list[int], max_new_tokens: int, stop: StopChecker) -> None:
         if not prompt:
             raise ValueError("generate: prompt must have at least one token, got none")
-        if max_new_tokens < 1:
+        if operator.index(max_new_tokens) < 1:
             raise ValueError(f"generate: max_new_tokens must be >= 1, got {max_new_tokens}")
+        if stop.reason is not None:
+            raise ValueError(
+                f"generate: stop must be new, got one that ended with {stop.reason}; "
+                "make a StopChecker for every generation"
+            )
         size = self.target.vocabulary.embed.rows
         if not (min(prompt) >= 0 and max(prompt) < size):
             bad = next(t for t in prompt if not 0 <= t < size)
@@ -200,6 +234,11 @@ class Session:
         self, anchor: Tensor, left: int, sampling: SamplingParams
     ) -> tuple[list[int], int, int]:
         """One verification: (new tokens, draft tokens offered, draft tokens accepted)."""
+        if not self._holds_state():
+            raise RuntimeError(
+                "generate: the target or the drafter was used by another session in the meantime; "
+                "each holds one sequence at a time"
+            )
         proposal = self._propose(anchor, left, sampling)
         if proposal is None:
             self._verified = self.target.verify(anchor)

@@ -9,6 +9,10 @@ from torch import Tensor
 __all__ = ["GREEDY", "SamplingParams", "sampling_rows"]
 
 
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """Sampling of one request; the defaults are greedy decoding.
@@ -32,12 +36,12 @@ class SamplingParams:
         """Check the ranges."""
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise ValueError(f"temperature must be finite and >= 0, got {self.temperature}")
-        if self.top_k < 0:
-            raise ValueError(f"top_k must be >= 0 (0 keeps all tokens), got {self.top_k}")
+        if not _whole(self.top_k) or self.top_k < 0:
+            raise ValueError(f"top_k must be an integer >= 0 (0 keeps all), got {self.top_k!r}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
-        if not 0 <= self.seed < 1 << 63:
-            raise ValueError(f"seed must be in [0, 2^63), got {self.seed}")
+        if not _whole(self.seed) or not 0 <= self.seed < 1 << 63:
+            raise ValueError(f"seed must be an integer in [0, 2^63), got {self.seed!r}")
 
     @property
     def greedy(self) -> bool:

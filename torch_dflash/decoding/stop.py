@@ -12,6 +12,7 @@ class StopChecker:
         stop_ids: tokens that end the text; the token itself is kept in the ids, not in the text.
         stop_strings: strings that end the text; the text is cut before them.
         decode: one token to the text that it completes; needed for strings.
+        finish: what the decoder still holds at the end: U+FFFD for a character that was cut.
 
     Raises:
         ValueError: an empty stop string, or strings without a decoder.
@@ -22,12 +23,14 @@ class StopChecker:
         stop_ids: Collection[int] = (),
         stop_strings: Sequence[str] = (),
         decode: Callable[[int], str] | None = None,
+        finish: Callable[[], str] | None = None,
     ) -> None:
         if any(not s for s in stop_strings):
             raise ValueError("a stop string must not be empty")
         if stop_strings and decode is None:
             raise ValueError("stop strings need a tokenizer, got none")
         self._ids, self._strings, self._decode = frozenset(stop_ids), tuple(stop_strings), decode
+        self._finish = finish
         self._held = ""  # text that may be the beginning of a stop string
         self.reason: str | None = None
 
@@ -61,4 +64,4 @@ class StopChecker:
     def flush(self) -> str:
         """The rest, when the generation ended for another reason than a stop string."""
         text, self._held = self._held, ""
-        return text
+        return text if self._finish is None else text + self._finish()

@@ -92,6 +92,7 @@ class Decoder(Module):
             counts[type(layer.mixer)] += 1
         self._counts = counts
         self._captured: list[int] = []
+        self._verified = 0  # rows of a verification that is not committed yet
         self.state = self._new_state()
 
     def _new_state(self) -> TargetState:
@@ -157,8 +158,9 @@ class Decoder(Module):
         self._captured = list(layer_ids)
 
     def reset(self) -> None:
-        """Forget the sequence."""
+        """Forget the sequence, and a verification that was not committed."""
         self.state.reset()
+        self._verified = 0
 
     def _rows(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Run rows behind the committed ones: (rows as the head reads them, target_hidden)."""
@@ -192,10 +194,11 @@ class Decoder(Module):
             logits of the last token, float32 ``[1, vocabulary]``.
 
         Raises:
-            ValueError: there are no tokens.
+            ValueError: there are no tokens, or a verification is not committed.
         """
         if tokens.dim() != 1 or tokens.shape[0] == 0:
             raise ValueError(f"prefill: tokens must be [n >= 1], got {list(tokens.shape)}")
+        self._check_committed("prefill")
         recurrent = self.state.recurrent
         if recurrent is not None:
             recurrent.begin_prefill()
@@ -217,13 +220,22 @@ class Decoder(Module):
             tokens: int64 ``[rows]``, ``1 <= rows <= max_rows``.
 
         Raises:
-            ValueError: wrong shape or too many rows.
+            ValueError: wrong shape, too many rows, or the last verification is not committed.
         """
         if tokens.dim() != 1 or not 1 <= tokens.shape[0] <= MAX_ROWS:
             raise ValueError(f"verify: tokens must be [1..{MAX_ROWS}], got {list(tokens.shape)}")
+        self._check_committed("verify")
         normed, captured = self._rows(tokens)
         self._verified = tokens.shape[0]
         return Verification(self.vocabulary.head(normed), captured)
+
+    def _check_committed(self, what: str) -> None:
+        """A recurrent state is replayed by the next step: two steps in a row would replay twice."""
+        if self._verified:
+            raise ValueError(
+                f"{what}: the last verification of {self._verified} rows must be committed first; "
+                "commit(1) keeps its anchor alone"
+            )
 
     def commit(self, rows: int) -> None:
         """Keep the first ``rows`` rows of the last verification; the others never happened.
@@ -231,9 +243,8 @@ class Decoder(Module):
         Raises:
             ValueError: that many rows were not verified since the last commit.
         """
-        if not 1 <= rows <= getattr(self, "_verified", 0):
-            verified = getattr(self, "_verified", 0)
-            raise ValueError(f"commit: rows must be 1..{verified} (verified), got {rows}")
+        if not 1 <= rows <= self._verified:
+            raise ValueError(f"commit: rows must be 1..{self._verified} (verified), got {rows}")
         self.state.length += rows
         if self.state.recurrent is not None:
             self.state.recurrent.commit(rows)
