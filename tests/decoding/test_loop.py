@@ -332,6 +332,18 @@ class TestSessions:
         monkeypatch.undo()
         assert session.generate(PROMPT + plain[:5], 10).tokens == plain[5:15]
 
+    def test_an_interrupted_prompt_leaves_nothing_behind(self, target, drafters, plain):
+        drafter = drafters["dflash"]
+        session = Session(target, drafter)
+        commit = drafter.commit
+        drafter.commit = lambda rows: (_ for _ in ()).throw(KeyboardInterrupt)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                session.generate(PROMPT * 6, 5)
+        finally:
+            drafter.commit = commit
+        assert session.generate(PROMPT, 20).tokens == plain[:20]
+
     def test_a_stream_left_in_the_middle_can_be_extended(self, target, scripted, plain):
         session = Session(target, scripted)
         steps = session.stream(PROMPT, 40)

@@ -68,8 +68,7 @@ def compare(
     """
     if pairs < 1 or max_new_tokens < 2:
         raise ValueError(
-            "compare: pairs must be >= 1 and max_new_tokens >= 2, got "
-            f"{pairs} and {max_new_tokens}"
+            f"compare: pairs must be >= 1 and max_new_tokens >= 2, got {pairs} and {max_new_tokens}"
         )
 
     def run(with_drafter: bool) -> Generation:

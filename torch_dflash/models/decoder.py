@@ -202,15 +202,17 @@ class Decoder(Module):
         recurrent = self.state.recurrent
         if recurrent is not None:
             recurrent.begin_prefill()
-        for chunk in tokens.split(MAX_ROWS):
-            normed, captured = self._rows(chunk)
-            self.state.length += chunk.shape[0]
+        try:
+            for chunk in tokens.split(MAX_ROWS):
+                normed, captured = self._rows(chunk)
+                self.state.length += chunk.shape[0]
+                if recurrent is not None:
+                    recurrent.prefilled(chunk.shape[0])
+                if sink is not None and self._captured:
+                    sink(captured)
+        finally:
             if recurrent is not None:
-                recurrent.prefilled(chunk.shape[0])
-            if sink is not None and self._captured:
-                sink(captured)
-        if recurrent is not None:
-            recurrent.end_prefill()
+                recurrent.end_prefill()
         return self.vocabulary.head(normed[-1:])
 
     def verify(self, tokens: Tensor) -> Verification:
