@@ -1,14 +1,12 @@
 """head_topk against a stable sort."""
 
 import hashlib
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from torch_dflash import ops
+from torch_dflash.testing.child import output_under
 from torch_dflash.testing.samples.head import by_value_then_id
 
 INF = float("inf")
@@ -130,10 +128,7 @@ class TestRowIndependence:
             torch.set_num_threads(threads)
 
     def test_both_instruction_sets_give_the_same_bits(self):
-        command = [sys.executable, __file__]
-        env = os.environ | {"DFLASH_ISA": "avx2"}
-        other = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
-        assert other.stdout.strip() == digest()
+        assert output_under("avx2", __file__).strip() == digest()
 
 
 @pytest.mark.parametrize(

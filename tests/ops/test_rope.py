@@ -3,8 +3,6 @@
 import hashlib
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ import torch
 
 from torch_dflash import ops
 from torch_dflash.reference import rope as reference
+from torch_dflash.testing.child import output_under
 
 FIXTURES = Path(os.environ.get("DFLASH_FIXTURES", Path(__file__).parents[3] / "shared/fixtures"))
 
@@ -326,10 +325,7 @@ class TestRowIndependence:
         assert torch.equal(dirty[[0, 2]], clean[[0, 2]])
 
     def test_both_instruction_sets_give_the_same_bits(self):
-        command = [sys.executable, __file__]
-        env = os.environ | {"DFLASH_ISA": "avx2"}
-        other = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
-        assert other.stdout.strip() == digest()
+        assert output_under("avx2", __file__).strip() == digest()
 
 
 class TestErrors:

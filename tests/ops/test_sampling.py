@@ -2,9 +2,6 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +9,7 @@ import torch
 
 from torch_dflash import ops
 from torch_dflash.reference import sampling as reference
+from torch_dflash.testing.child import output_under
 
 LARGEST_UNIFORM = 1 - 2**-24
 
@@ -279,14 +277,5 @@ print(hashlib.sha256(p.numpy().tobytes() + ops.categorical(p, u).numpy().tobytes
 def test_instruction_sets_give_the_same_bits():
     if "avx512_vnni" not in Path("/proc/cpuinfo").read_text():
         pytest.skip("this processor has no AVX-512 VNNI")
-    digests = {
-        subprocess.run(
-            [sys.executable, "-c", DIGEST],
-            env={**os.environ, "DFLASH_ISA": isa},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for isa in ("avx2", "avx512")
-    }
+    digests = {output_under(isa, "-c", DIGEST) for isa in ("avx2", "avx512")}
     assert len(digests) == 1

@@ -69,10 +69,10 @@ class _Stacked(Module):
         device = self.weight.device
         target = fn(torch.empty(0, dtype=torch.uint8, device=device)).device
         if target.type == device.type:
-            return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+            return super()._apply(fn, recurse)
         moved = [fn(p) for p in self.packed()]
         self.weight = self._repack(moved)
-        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return super()._apply(fn, recurse)
 
     def extra_repr(self) -> str:
         return f"columns={self.columns}, rows={self.rows}, ggml_types={self.types}"

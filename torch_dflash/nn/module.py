@@ -34,6 +34,6 @@ class Module(nn.Module):
         self.__dict__[name] = tensor
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.__dict__.update(self._buffers)
         return self

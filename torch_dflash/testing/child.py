@@ -1,4 +1,4 @@
-"""Runs an operator in a child process under another instruction set (tests)."""
+"""Runs operators in a child process under another instruction set (tests)."""
 
 import io
 import os
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["run_and_written", "run_with"]
+__all__ = ["output_under", "run_and_written", "run_with"]
 
 CHILD = """
 import io, sys, torch, torch_dflash
@@ -35,3 +35,10 @@ def run_and_written(isa: str, name: str, *args: Any) -> tuple[Any, tuple[Any, ..
         check=True,
     )
     return torch.load(io.BytesIO(done.stdout))
+
+
+def output_under(isa: str, *arguments: str) -> str:
+    """What ``python *arguments`` prints under ``DFLASH_ISA=isa``."""
+    command = [sys.executable, *arguments]
+    env = {**os.environ, "DFLASH_ISA": isa}
+    return subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True).stdout
