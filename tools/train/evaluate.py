@@ -1,4 +1,4 @@
-"""Measures the shipped files on the 32 held-out files: dequantized GGUFs, float32, CPU.
+"""Measures the shipped files on the 32 held-out files: dequantized GGUFs, in float32.
 
     python tools/train/evaluate.py --gguf ASSETS --heldout OUT/heldout \
         --tokenizer tools/train/vocabulary/tokenizer.json \
@@ -34,7 +34,7 @@ def bits_per_byte(target: Target, files: list[list[int]], sizes: list[int], end:
     """Windows of 1024 tokens without overlap; each file starts after <|endoftext|>."""
     nats = 0.0
     for ids in files:
-        x = torch.tensor([end, *ids])
+        x = torch.tensor([end, *ids], device=target.model.embed_tokens.weight.device)
         for i in range(0, len(x) - 1, 1024):
             row = x[i : i + 1025][None]
             nats += target.loss(row[:, :-1], row[:, 1:]).item() * (row.shape[1] - 1)
@@ -47,11 +47,11 @@ def accepted(
 ) -> Tensor:
     """Accepted tokens per anchor in [first, last) of one row. captured [T, 3H], ids [T]."""
     c = drafter.config
-    anchors = torch.arange(first, last)[None]
+    anchors = torch.arange(first, last, device=ids.device)[None]
     tokens = ids[anchors]
     h = drafter(captured[None], tokens, anchors, embed, c.block_size)[:, :, drafter.first_row :]
     out = drafter.propose(h, F.linear(h, embed), tokens)[0]
-    truth = ids[anchors[0][:, None] + 1 + torch.arange(out.shape[1])]
+    truth = ids[anchors[0][:, None] + 1 + torch.arange(out.shape[1], device=ids.device)]
     return (out == truth).int().cumprod(-1).sum(-1)
 
 
@@ -76,11 +76,13 @@ def speculate(
     """Continues every prompt by `new` tokens and replays each drafter's loop over them."""
     batch, p = prompts.shape
     torch.manual_seed(0)
-    ids = Sampler(target, batch, p + new + 9, batch).run(prompts, torch.full((batch,), temperature))
+    ids = Sampler(target, batch, p + new + 9, batch, exact=True).run(
+        prompts, torch.full((batch,), temperature, device=prompts.device)
+    )
     with torch.no_grad():
         _, taken, _ = target.hidden(ids, (0, 2, 4), stop=4)
     captured = torch.cat(taken, -1)
-    own = ids[:, p : p + new]
+    own = ids[:, p : p + new].cpu()
     report: dict[str, Any] = {
         "new_tokens": new,
         "temperature": temperature,
@@ -132,7 +134,8 @@ def main() -> None:
     sizes = [len(t.encode()) for t in texts]
     target = Target(TargetConfig())
     target.load_state_dict(target_state(a.gguf / "target.gguf"), strict=False)
-    target.eval().requires_grad_(False)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    target = target.to(device).eval().requires_grad_(False)
     drafters = {}
     for kind in KINDS:
         d = Drafter(DrafterConfig.tiny(kind))
@@ -142,13 +145,13 @@ def main() -> None:
                 for k, v in drafter_state(a.gguf / f"{kind}.gguf").items()
             }
         )
-        drafters[kind] = d.eval().requires_grad_(False)
+        drafters[kind] = d.to(device).eval().requires_grad_(False)
     report: dict[str, Any] = {
         "files": len(names),
         "bytes": sum(sizes),
         "tokens": sum(map(len, files)),
     }
-    prompts = torch.tensor([f[: a.prompt] for f in files])
+    prompts = torch.tensor([f[: a.prompt] for f in files], device=device)
     report["held_out_text_distinct_4grams"] = round(
         sum(distinct(torch.tensor([f[:256]])) for f in files) / len(files), 4
     )
@@ -168,7 +171,7 @@ def main() -> None:
         from parity import load_target
 
         report["bits_per_byte_trained"] = round(
-            bits_per_byte(load_target(a.hf), files, sizes, end), 4
+            bits_per_byte(load_target(a.hf).to(device), files, sizes, end), 4
         )
         save()
     print(json.dumps(report, indent=1))

@@ -22,11 +22,14 @@ def delta_step(
 class Sampler:
     """Generates `batch` rows of `length` tokens each from prompts of equal length."""
 
-    def __init__(self, target: Target, batch: int, length: int, micro: int = 1024) -> None:
+    def __init__(
+        self, target: Target, batch: int, length: int, micro: int = 1024, exact: bool = False
+    ) -> None:
         c = target.config
         self.target, self.batch, self.length, self.micro = target, batch, length, min(micro, batch)
         self.device = target.model.embed_tokens.weight.device
-        cuda = self.device.type == "cuda"
+        cuda = self.device.type == "cuda" and not exact
+        self.fast = cuda  # bf16, one graph per step; `exact` keeps float32
         self.autocast = torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=cuda)
         self.dtype = torch.bfloat16 if cuda else torch.float32
         d = self.device
@@ -119,7 +122,7 @@ class Sampler:
                 t, self.temperature = self.temperature, self.temperature[rows]
                 self.ids[rows, p] = self._pick(logits)
                 self.temperature = t
-            if self.device.type == "cuda" and self.graph is None:
+            if self.fast and self.graph is None:
                 saved = [(a.clone(), b.clone()) for a, b in self.caches]
                 ids, self.graph = self.ids.clone(), torch.cuda.CUDAGraph()
                 self.pos.fill_(p)
