@@ -17,6 +17,9 @@ namespace {
 
 constexpr const char* kOp = "dflash::block_attention";
 constexpr int64_t kBlockQueries = 16;  // enough to share loaded keys, little enough to spread
+constexpr int64_t kFewQueries = 4;     // of a block when there are too few blocks for the threads
+constexpr int64_t kWorthThreads = 1 << 17;  // queries * keys * head_dim: some microseconds
+constexpr int64_t kMaxPartials = 1 << 24;   // floats
 
 // Offsets, lengths and the pages that some row of a sequence reads.
 void check_sequences(const AttentionPlan& plan, const AttentionArgs& args, const int32_t* starts,
@@ -43,9 +46,9 @@ void check_sequences(const AttentionPlan& plan, const AttentionArgs& args, const
 }
 
 std::vector<AttentionBlock> cut_blocks(const AttentionPlan& plan, const int32_t* starts,
-                                       const int32_t* lengths) {
+                                       const int32_t* lengths, int64_t queries) {
   std::vector<AttentionBlock> blocks;
-  const int64_t step = std::max<int64_t>(1, kBlockQueries / (plan.heads / plan.kv_heads));
+  const int64_t step = std::max<int64_t>(1, queries / (plan.heads / plan.kv_heads));
   for (int64_t s = 0; s < plan.sequences; ++s) {
     const int64_t begin = starts[s], end = starts[s + 1], length = lengths[s];
     for (int64_t row = begin; row < end; row += step) {
@@ -94,15 +97,27 @@ void attend_split(const AttentionArgs& args, std::vector<AttentionBlock>& blocks
   });
 }
 
-void attend(const AttentionArgs& args, std::vector<AttentionBlock>& blocks) {
-  int64_t most_chunks = 0;
-  for (const AttentionBlock& b : blocks)
-    most_chunks = std::max(most_chunks, b.chunk_end - b.chunk_begin);
+// How the work is cut changes its speed only.
+void attend(const AttentionPlan& plan, const AttentionArgs& args, const int32_t* starts,
+            const int32_t* lengths) {
+  std::vector<AttentionBlock> blocks = cut_blocks(plan, starts, lengths, kBlockQueries);
   const int64_t threads = int64_t(torch::stable::get_num_threads());
-  if (most_chunks > 1 && threads > 1 && int64_t(blocks.size()) < 4 * threads)
+  int64_t chunks = 0, most_chunks = 0, partials = 0, work = 0;
+  for (const AttentionBlock& b : blocks) {
+    const int64_t queries = b.rows * args.group(), own = b.chunk_end - b.chunk_begin;
+    chunks += own;
+    most_chunks = std::max(most_chunks, own);
+    partials += queries * own * (2 + args.padded());
+    work += queries * plan.head_dim *
+            (std::min(b.length, b.chunk_end * kChunkKeys) - b.chunk_begin * kChunkKeys);
+  }
+  const bool share = threads > 1 && work >= kWorthThreads;
+  if (share && chunks < 2 * threads) blocks = cut_blocks(plan, starts, lengths, kFewQueries);
+  const int64_t count = int64_t(blocks.size());
+  if (share && most_chunks > 1 && count < 4 * threads && partials <= kMaxPartials)
     return attend_split(args, blocks);
   const bool wide = isa() == Isa::kAvx512;
-  parallel_for(int64_t(blocks.size()), 1, [&](int64_t begin, int64_t end) {
+  parallel_for(count, share ? 1 : count, [&](int64_t begin, int64_t end) {
     thread_local std::vector<float> scratch;
     for (int64_t n = begin; n < end; ++n) {
       const AttentionBlock& block = blocks[size_t(n)];
@@ -153,8 +168,7 @@ Tensor block_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_c
   const int32_t* starts = cu_seqlens.const_data_ptr<int32_t>();
   const int32_t* keys = lengths.const_data_ptr<int32_t>();
   check_sequences(plan, args, starts, keys);
-  std::vector<AttentionBlock> blocks = cut_blocks(plan, starts, keys);
-  attend(args, blocks);
+  attend(plan, args, starts, keys);
   if (act_mode != 0) {
     uint8_t* packed = Tensor(plan.out).mutable_data_ptr<uint8_t>();
     const bool wide = isa() == Isa::kAvx512;

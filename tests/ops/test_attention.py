@@ -263,7 +263,13 @@ class TestRowIndependence:
                 assert torch.equal(out, together[s])
 
     def test_threads(self, restore_threads):
-        for lengths, rows in [([1500], [1]), ([1500, 3, 400], [3, 1, 5])]:
+        # one row's chunks are shared out, a block's queries, both, and sequences
+        for lengths, rows in [
+            ([1500], [1]),
+            ([100], [8]),
+            ([300], [8]),
+            ([1500, 3, 400], [3, 1, 5]),
+        ]:
             args = paged(CPU, lengths, rows, heads=4, kv_heads=2)
             outs = []
             for threads in (1, 2, 5):
