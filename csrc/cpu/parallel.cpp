@@ -122,8 +122,7 @@ void parallel_ranges(int64_t count, int64_t grain, RangeBody body, void* context
   if (count <= 0) return;
   grain = std::max<int64_t>(grain, 1);
   const int64_t pieces = (count + grain - 1) / grain;
-  const int workers =
-      int(std::min<int64_t>(pieces, int64_t(torch::stable::get_num_threads()))) - 1;
+  const int workers = int(std::min<int64_t>(pieces, int64_t(torch::stable::get_num_threads()))) - 1;
   if (workers <= 0) return body(context, 0, count);
   Job job{body, context, count, grain};
   the_pool().run(job, workers);

@@ -97,8 +97,7 @@ inline SelectorPlan plan_selector_walk(const Tensor& ids, const Tensor& scores,
   plan.successor_bytes = successor.size(1);
   check_draws(op, temperature, uniform, plan.sequences, plan.slots, ids);
   plan.tokens = new_empty(ids, {plan.sequences, plan.slots}, ScalarType::Long);
-  plan.q = new_empty(ids, {plan.sequences, plan.slots, plan.candidates},
-                                    ScalarType::Float);
+  plan.q = new_empty(ids, {plan.sequences, plan.slots, plan.candidates}, ScalarType::Float);
   return plan;
 }
 
@@ -170,9 +169,8 @@ inline MarkovPlan plan_markov_chain(const Tensor& base, const Tensor& hidden, co
   plan.tokens = new_empty(base, {plan.sequences, plan.slots}, ScalarType::Long);
   plan.q = temperature ? new_empty(base, base.sizes(), ScalarType::Float)
                        : new_empty(base, {0}, ScalarType::Float);
-  plan.confidence =
-      weight ? new_empty(base, {plan.sequences, plan.slots}, ScalarType::Float)
-             : new_empty(base, {0}, ScalarType::Float);
+  plan.confidence = weight ? new_empty(base, {plan.sequences, plan.slots}, ScalarType::Float)
+                           : new_empty(base, {0}, ScalarType::Float);
   return plan;
 }
 

@@ -109,9 +109,8 @@ inline RopePlan plan_rope(const std::optional<Tensor>& q, const Tensor& k, const
                "[pages, page_size, kv_heads, head_dim]", kFloatTypes, k);
   check_tensor(op, "v_cache", v_cache, {pages, page_size, plan.kv_heads, plan.head_dim},
                "[pages, page_size, kv_heads, head_dim] like k_cache", {k_cache.scalar_type()}, k);
-  plan.out =
-      q ? new_empty(k, {plan.rows, plan.q_heads, plan.head_dim}, ScalarType::Float)
-        : new_empty(k, {0}, ScalarType::Float);
+  plan.out = q ? new_empty(k, {plan.rows, plan.q_heads, plan.head_dim}, ScalarType::Float)
+               : new_empty(k, {0}, ScalarType::Float);
   return plan;
 }
 

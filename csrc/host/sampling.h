@@ -45,8 +45,7 @@ inline SamplingProbsPlan plan_sampling_probs(const Tensor& logits, const Tensor&
   check_size(op, "temperature", temperature, 0, rows, "entries, one per row of logits");
   check_size(op, "top_k", top_k, 0, rows, "entries, one per row of logits");
   check_size(op, "top_p", top_p, 0, rows, "entries, one per row of logits");
-  return {rows, logits.size(1),
-          new_empty(logits, {rows, logits.size(1)}, ScalarType::Float)};
+  return {rows, logits.size(1), new_empty(logits, {rows, logits.size(1)}, ScalarType::Float)};
 }
 
 struct CategoricalPlan {
@@ -59,8 +58,7 @@ inline CategoricalPlan plan_categorical(const Tensor& probs, const Tensor& unifo
   check_argument(op, "probs", probs, ScalarType::Float, 2, "[rows, vocab]", probs);
   check_argument(op, "uniform", uniform, ScalarType::Float, 1, "[rows]", probs);
   check_size(op, "uniform", uniform, 0, probs.size(0), "entries, one per row of probs");
-  return {probs.size(0), probs.size(1),
-          new_empty(probs, {probs.size(0)}, ScalarType::Long)};
+  return {probs.size(0), probs.size(1), new_empty(probs, {probs.size(0)}, ScalarType::Long)};
 }
 
 struct AcceptPlan {

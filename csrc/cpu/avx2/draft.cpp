@@ -1,2 +1,3 @@
 #include "cpu/avx2.h"
+
 #include "cpu/draft.inl"

@@ -1,2 +1,3 @@
 #include "cpu/avx512.h"
+
 #include "cpu/draft.inl"
