@@ -4,6 +4,9 @@ PYTHON ?= python3
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check --quiet
 BACKEND ?= $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo cuda || echo cpu)
+# ninja prints every command; a failure shows its errors
+COMPILE = @mkdir -p build && echo "compiling for $(1), see build/log" && \
+	DFLASH_BACKEND=$(1) $(PY) setup.py build_ext --inplace >build/log 2>&1 || { grep -E 'error|FAILED' build/log | head -n 20; exit 1; }
 CXX_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.inl' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh')
 
 .PHONY: demo test lint format bench build cuda wheel test-abi clean
@@ -19,7 +22,7 @@ $(VENV)/ready: pyproject.toml requirements-dev.txt requirements-oracles.txt tool
 	@touch $@
 
 build: $(VENV)/ready
-	DFLASH_BACKEND=$(BACKEND) $(PY) setup.py --quiet build_ext --inplace
+	$(call COMPILE,$(BACKEND))
 
 demo: build
 	@$(PY) -m benchmarks.demo
@@ -39,11 +42,12 @@ format: $(VENV)/ready
 	$(VENV)/bin/clang-format -i $(CXX_FILES)
 
 bench: build
-	$(PY) -m benchmarks.run
+	$(PY) -m benchmarks.held_out
+	$(PY) -m benchmarks.cpu_matmul
 
 # Compiles _cuda for the default architecture; needs nvcc, no GPU.
 cuda: $(VENV)/ready
-	DFLASH_BACKEND=cuda $(PY) setup.py --quiet build_ext --inplace
+	$(call COMPILE,cuda)
 
 # Without build/lib of the last time: it keeps modules that are gone.
 wheel: $(VENV)/ready
