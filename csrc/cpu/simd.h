@@ -6,11 +6,22 @@
 
 namespace dflash::cpu::DFLASH_ISA {
 
-#define DFLASH_INLINE static inline __attribute__((always_inline))
+#define DFLASH_VECTOR __attribute__((always_inline)) inline
+#define DFLASH_INLINE static DFLASH_VECTOR
 
+// Copies are spelled out: left to itself, gcc moves the struct as memory, in halves that a later
+// whole load has to wait for.
 #ifdef __AVX512F__
 struct F32x16 {
   __m512 v;
+
+  F32x16() = default;
+  DFLASH_VECTOR F32x16(__m512 a) : v(a) {}
+  DFLASH_VECTOR F32x16(const F32x16& a) : v(a.v) {}
+  DFLASH_VECTOR F32x16& operator=(const F32x16& a) {
+    v = a.v;
+    return *this;
+  }
 };
 DFLASH_INLINE F32x16 set1(float x) { return {_mm512_set1_ps(x)}; }
 DFLASH_INLINE F32x16 load(const float* p) { return {_mm512_loadu_ps(p)}; }
@@ -33,6 +44,15 @@ DFLASH_INLINE float first(F32x16 a) { return _mm512_cvtss_f32(a.v); }
 #else
 struct F32x16 {
   __m256 lo, hi;
+
+  F32x16() = default;
+  DFLASH_VECTOR F32x16(__m256 a, __m256 b) : lo(a), hi(b) {}
+  DFLASH_VECTOR F32x16(const F32x16& a) : lo(a.lo), hi(a.hi) {}
+  DFLASH_VECTOR F32x16& operator=(const F32x16& a) {
+    lo = a.lo;
+    hi = a.hi;
+    return *this;
+  }
 };
 DFLASH_INLINE F32x16 set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
 DFLASH_INLINE F32x16 load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
