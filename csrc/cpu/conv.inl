@@ -25,18 +25,27 @@ void conv_block(const ConvArgs& args, int64_t s, int64_t c, int count) {
     return;
   }
 
-  F32x16 weight[kTaps ? kTaps : 16];  // [tap][channel]
-  alignas(64) float column[kBlock] = {};
-  for (int t = 0; t < taps; ++t) {
-    for (int i = 0; i < count; ++i) column[i] = args.weight[(c + i) * taps + t];
-    weight[t] = load(column);
+  F32x16 weight[kTaps ? kTaps : kMaxTaps];  // [tap][channel]
+  const float* weights = args.weight + c * taps;
+  if (kTaps == 4 && count == kBlock) {
+    // vector i takes channels i, 4 + i, 8 + i, 12 + i; then each quarter is transposed
+    for (int i = 0; i < 4; ++i)
+      weight[i] = quarters(weights + 4 * i, weights + 16 + 4 * i, weights + 32 + 4 * i,
+                           weights + 48 + 4 * i);
+    transpose_quarters(weight);
+  } else {
+    alignas(64) float column[kBlock] = {};
+    for (int t = 0; t < taps; ++t) {
+      for (int i = 0; i < count; ++i) column[i] = weights[i * taps + t];
+      weight[t] = load(column);
+    }
   }
   const F32x16 start = args.bias ? at(args.bias + c) : zero();
 
   // window: the taps - 1 values before the row, oldest first
   S* state = static_cast<S*>(args.state) + slot * args.slot_stride + c;
   const int64_t accepted = args.num_accepted ? std::max(args.num_accepted[s], 1) : 1;
-  F32x16 window[kTaps ? kTaps : 16];
+  F32x16 window[kTaps ? kTaps : kMaxTaps];
   for (int t = 0; t < taps - 1; ++t) window[t] = at(state + (accepted - 1 + t) * args.channels);
   for (int t = 1; t < taps - 1; ++t) put(state + (t - 1) * args.channels, window[t]);
 

@@ -48,11 +48,17 @@ void run(const DeltaArgs& args) {
   }
   const int64_t count =
       args.mode == DeltaMode::kPrefill ? std::min(longest, kPrefillRows) : longest;
-  const Floats scratch = new_floats(args.sequences * count * DeltaScratch(args).floats);
+  int64_t replay = 0;
+  if (args.mode == DeltaMode::kJournal || args.mode == DeltaMode::kCommit)
+    for (int64_t s = 0; s < args.sequences; ++s)
+      if (args.slot[s] > 0) replay = std::max<int64_t>(replay, args.num_accepted[s]);
+  const DeltaScratch layout(args);
+  const int64_t floats = args.sequences * count * layout.floats;
+  const Floats scratch = new_floats(floats + args.sequences * replay * layout.queries);
   const int64_t threads = torch::stable::get_num_threads();
   int64_t first = 0;
   do {
-    const DeltaWindow window{first, count, scratch.get()};
+    const DeltaWindow window{first, count, scratch.get(), replay, scratch.get() + floats};
     (isa() == Isa::kAvx512 ? avx512::delta_window : avx2::delta_window)(args, window, threads);
     first += count;
   } while (first < longest);

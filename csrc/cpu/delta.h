@@ -7,10 +7,13 @@ namespace dflash::cpu {
 // Rows first .. first + count - 1 of every sequence; a sequence may have fewer.
 struct DeltaWindow {
   int64_t first, count;
-  float* scratch;  // scratch_floats(args) for each row of each sequence, 64-byte aligned
+  float* scratch;  // DeltaScratch::floats for each row of each sequence, 64-byte aligned
+  int64_t replay_count;
+  float* replay;  // keys of the journal, [sequences, replay_count, k_heads, groups of 64]
 };
 
-// Unit keys and queries, in groups of 64 (see Unit in delta.inl), decays, strengths, float values.
+// One row: unit keys and queries in groups of 64 (see delta.inl), decays, strengths, and v as
+// float.
 struct DeltaScratch {
   int64_t groups, queries, decays, strengths, values, floats;
 

@@ -7,30 +7,29 @@ namespace dflash::cpu::DFLASH_ISA {
 namespace {
 
 // Four rows of a state, or one unit key or query, lie in groups of 64 floats: four vectors, each
-// quarter of which is transposed. Vector j of a group then holds element 4 l + j of lane l, so that
-// the first two steps of reduce.h's fold are plain additions of whole vectors.
+// quarter of which is transposed (its own inverse). Vector j of a group then holds element 4 l + j
+// of lane l, so that the first two steps of reduce.h's fold are plain additions of whole vectors.
 constexpr int kGroup = 64;
-
-// Swaps the two orders; its own inverse.
-DFLASH_INLINE void transpose(F32x16* v) {
-  const F32x16 a = shuffle<0x44>(v[0], v[1]), b = shuffle<0xee>(v[0], v[1]);
-  const F32x16 c = shuffle<0x44>(v[2], v[3]), d = shuffle<0xee>(v[2], v[3]);
-  v[0] = shuffle<0x88>(a, c);
-  v[1] = shuffle<0xdd>(a, c);
-  v[2] = shuffle<0x88>(b, d);
-  v[3] = shuffle<0xdd>(b, d);
-}
 
 // dot() of reduce.h up to lane sums of 16: position i of quarter q is lane 4 i + q and its 16th
 // neighbour.
 template <int kGroups>
-DFLASH_INLINE F32x16 lane_sums(const F32x16* row, const float* unit) {
+DFLASH_INLINE F32x16 lane_sums(const F32x16* row, const F32x16* unit) {
   F32x16 acc[8];
-  for (int i = 0; i < 8; ++i) acc[i] = zero();
-  for (int i = 0; i < 4 * kGroups; ++i) acc[i % 8] = fma(row[i], load(unit + 16 * i), acc[i % 8]);
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) acc[i] = i < 4 * kGroups ? fma(row[i], unit[i], zero()) : zero();
+#pragma GCC unroll 8
+  for (int i = 8; i < 4 * kGroups; ++i) acc[i - 8] = fma(row[i], unit[i], acc[i - 8]);
   const F32x16 low = add(add(acc[0], acc[1]), add(acc[2], acc[3]));
   const F32x16 high = add(add(acc[4], acc[5]), add(acc[6], acc[7]));
   return add(low, high);
+}
+
+// What one row does to one row of the state.
+template <class S, int kGroups>
+DFLASH_INLINE void update_row(F32x16* row, const F32x16* key, F32x16 u, F32x16 g) {
+#pragma GCC unroll 16
+  for (int i = 0; i < 4 * kGroups; ++i) row[i] = stored<S>(delta_state(row[i], key[i], u, g));
 }
 
 // The rest of fold() for four rows at once: every quarter becomes their four sums.
@@ -69,17 +68,42 @@ DFLASH_INLINE void store_quad(float* p, F32x16 a, int count) {
   for (int i = 0; i < count; ++i) p[i] = part[i];
 }
 
-// One row of n <= 64 kGroups elements, in memory order; the rest is 0.
+// n <= 64 kGroups elements from memory, reordered; the rest is 0.
 template <int kGroups, class T>
 DFLASH_INLINE void load_row(const T* p, int n, F32x16* v) {
-  for (int i = 0; i < 4 * kGroups; ++i, p += 16, n -= 16)
-    v[i] = n >= 16 ? load(p) : n > 0 ? load_first(p, n) : zero();
+#pragma GCC unroll 4
+  for (int g = 0; g < kGroups; ++g, v += 4, p += kGroup, n -= kGroup) {
+    for (int i = 0; i < 4; ++i) {
+      const int left = n - 16 * i;
+      v[i] = left >= 16 ? load(p + 16 * i) : left > 0 ? load_first(p + 16 * i, left) : zero();
+    }
+    transpose_quarters(v);
+  }
 }
 
 template <int kGroups, class T>
 DFLASH_INLINE void store_row(T* p, int n, const F32x16* v) {
-  for (int i = 0; i < 4 * kGroups && n > 0; ++i, p += 16, n -= 16)
-    n >= 16 ? store(p, v[i]) : store_first(p, v[i], n);
+#pragma GCC unroll 4
+  for (int g = 0; g < kGroups; ++g, v += 4, p += kGroup, n -= kGroup) {
+    F32x16 plain[4] = {v[0], v[1], v[2], v[3]};
+    transpose_quarters(plain);
+    for (int i = 0; i < 4; ++i) {
+      const int left = n - 16 * i;
+      if (left >= 16)
+        store(p + 16 * i, plain[i]);
+      else if (left > 0)
+        store_first(p + 16 * i, plain[i], left);
+    }
+  }
+}
+
+// The reordered copy of one vector of n elements, width floats.
+DFLASH_INLINE void reorder(const float* p, int n, int width, float* out) {
+  for (int i = 0; i < width; i += kGroup) {
+    F32x16 v[4];
+    load_row<1>(p + i, n - i, v);
+    for (int j = 0; j < 4; ++j) store(out + i + 16 * j, v[j]);
+  }
 }
 
 // What the rows of one sequence do to the state of one slot.
@@ -131,15 +155,6 @@ void prepare(const DeltaArgs& args, const DeltaWindow& window, const DeltaScratc
   const auto vector_at = [&](int64_t offset) {
     return as_float(mixed.data, mixed.type, row + offset, dk, raw);
   };
-  const auto reorder = [&](float* out) {
-    for (int i = dk; i < width; ++i) unit[i] = 0.f;
-    for (int i = 0; i < width; i += kGroup) {
-      F32x16 v[4];
-      for (int j = 0; j < 4; ++j) v[j] = load(unit + i + 16 * j);
-      transpose(v);
-      for (int j = 0; j < 4; ++j) store(out + i + 16 * j, v[j]);
-    }
-  };
   const float* k = vector_at((int64_t(args.k_heads) + head) * dk);
   const float k_scale = unit_scale(dot(k, k, dk));
   for (int i = 0; i < dk; ++i) unit[i] = unit_key(k[i], k_scale);
@@ -147,11 +162,11 @@ void prepare(const DeltaArgs& args, const DeltaWindow& window, const DeltaScratc
     const int64_t at = args.journal_row(1 - sequence.replay_half, sequence.slot, t);
     memcpy(args.journal_k + (at * args.k_heads + head) * dk, unit, size_t(dk) * sizeof(float));
   }
-  reorder(scratch + head * width);
+  reorder(unit, dk, width, scratch + head * width);
   const float* q = vector_at(int64_t(head) * dk);
   const float q_scale = unit_scale(dot(q, q, dk)), query_scale = rsqrt(float(dk));
   for (int i = 0; i < dk; ++i) unit[i] = unit_query(q[i], q_scale, query_scale);
-  reorder(scratch + layout.queries + head * width);
+  reorder(unit, dk, width, scratch + layout.queries + head * width);
   if (head != 0) return;
 
   const int heads = args.v_heads;
@@ -170,86 +185,86 @@ void prepare(const DeltaArgs& args, const DeltaWindow& window, const DeltaScratc
              scratch + layout.values);
 }
 
+// A key of the journal as prepare() leaves the new ones.
+void prepare_replay(const DeltaArgs& args, const DeltaWindow& window, const DeltaScratch& layout,
+                    const Sequence& q, int64_t t, int head) {
+  const int width = int(layout.groups) * kGroup;
+  const int64_t at = args.journal_row(q.replay_half, q.slot, t) * args.k_heads + head;
+  const int64_t to = (q.index * window.replay_count + t) * args.k_heads + head;
+  reorder(args.journal_k + at * args.k_dim, args.k_dim, width, window.replay + to * width);
+}
+
 // Rows v0 .. v0 + count - 1 (count <= 4) of the state of head h, through replay and window.
 template <class S, int kGroups>
 void four_rows(const DeltaArgs& args, const DeltaWindow& window, const DeltaScratch& layout,
                const Sequence& q, int h, int v0, int count) {
-  constexpr int kVectors = 4 * kGroups;
+  constexpr int kVectors = 4 * kGroups, kWidth = kGroups * kGroup;
   const int dk = args.k_dim, dv = args.v_dim;
   const int kh = k_head_of(h, args.k_heads, args.v_heads, args.tiled);
   S* states = static_cast<S*>(args.state) + (int64_t(h) * dv + v0) * dk;
-  const auto state_of = [&](int64_t slot) __attribute__((always_inline)) {
-    return states + slot * args.slot_stride;
+  const auto load_units = [](const float* p, F32x16* v) __attribute__((always_inline)) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kVectors; ++i) v[i] = load(p + 16 * i);
+  };
+  F32x16 s[4][kVectors], key[kVectors], query[kVectors];
+  const auto write_back = [&](int64_t slot) __attribute__((always_inline)) {
+    S* to = states + slot * args.slot_stride;
+    for (int r = 0; r < count; ++r) store_row<kGroups>(to + int64_t(r) * dk, dk, s[r]);
   };
 
-  F32x16 s[4][kVectors];
-  for (int r = 0; r < 4; ++r) {
-    if (q.start > 0 && r < count)
-      load_row<kGroups>(state_of(q.start) + int64_t(r) * dk, dk, s[r]);
-    else
-      for (F32x16& v : s[r]) v = zero();
+  if (q.start > 0) {
+    const S* from = states + q.start * args.slot_stride;
+    for (int r = 0; r < 4; ++r) load_row<kGroups>(from + int64_t(r) * dk, r < count ? dk : 0, s[r]);
+  } else {
+    for (auto& row : s)
+      for (F32x16& v : row) v = zero();
   }
 
-  if (args.mode == DeltaMode::kJournal || args.mode == DeltaMode::kCommit) {
-    for (int64_t t = 0; t < q.replay; ++t) {
-      const int64_t at = args.journal_row(q.replay_half, q.slot, t);
-      const float* k = args.journal_k + (at * args.k_heads + kh) * dk;
-      const float* u = args.journal_u + (at * args.v_heads + h) * dv + v0;
-      const F32x16 g = set1(args.journal_decay[at * args.v_heads + h]);
-      F32x16 key[kVectors];
-      load_row<kGroups>(k, dk, key);
-      for (int r = 0; r < count; ++r)
-        for (int i = 0; i < kVectors; ++i)
-          s[r][i] = stored<S>(delta_state(s[r][i], key[i], set1(u[r]), g));
-    }
-    if (q.replay > 0)
-      for (int r = 0; r < count; ++r)
-        store_row<kGroups>(state_of(q.slot) + int64_t(r) * dk, dk, s[r]);
+  for (int64_t t = 0; t < q.replay; ++t) {
+    const int64_t at = args.journal_row(q.replay_half, q.slot, t);
+    load_units(window.replay + ((q.index * window.replay_count + t) * args.k_heads + kh) * kWidth,
+               key);
+    const F32x16 u = load_quad(args.journal_u + (at * args.v_heads + h) * dv + v0, count);
+    const F32x16 each[4] = {shuffle<0x00>(u, u), shuffle<0x55>(u, u), shuffle<0xaa>(u, u),
+                            shuffle<0xff>(u, u)};
+    const F32x16 g = set1(args.journal_decay[at * args.v_heads + h]);
+    for (int r = 0; r < 4; ++r) update_row<S, kGroups>(s[r], key, each[r], g);
   }
-
-  for (int r = 0; r < 4; ++r)
-    for (int i = 0; i < kVectors; i += 4) transpose(s[r] + i);
-  const auto write_back = [&](S* to) {
-    for (int r = 0; r < count; ++r) {
-      F32x16 plain[kVectors];
-      for (int i = 0; i < kVectors; ++i) plain[i] = s[r][i];
-      for (int i = 0; i < kVectors; i += 4) transpose(plain + i);
-      store_row<kGroups>(to + int64_t(r) * dk, dk, plain);
-    }
-  };
+  if (q.replay > 0) write_back(q.slot);
 
   const bool floats = args.mixed.type == FloatType::kF32;
   for (int64_t t = 0; t < q.rows; ++t) {
     const float* scratch = window.scratch + (q.index * window.count + t) * layout.floats;
-    const float* key = scratch + kh * kGroups * kGroup;
-    const float* query = scratch + layout.queries + kh * kGroups * kGroup;
     const float* v = floats ? static_cast<const float*>(args.mixed.data) +
                                   (q.first_row + t) * args.mixed.stride + args.v_offset()
                             : scratch + layout.values;
     const float g = scratch[layout.decays + h];
+    load_units(scratch + kh * kWidth, key);
+    load_units(scratch + layout.queries + kh * kWidth, query);
 
     F32x16 lanes[4];
+#pragma GCC unroll 1
     for (int r = 0; r < 4; ++r) lanes[r] = lane_sums<kGroups>(s[r], key);
     const F32x16 u = delta_value(load_quad(v + int64_t(h) * dv + v0, count), fold_four(lanes),
                                  set1(-g), set1(scratch[layout.strengths + h]));
     const F32x16 each[4] = {shuffle<0x00>(u, u), shuffle<0x55>(u, u), shuffle<0xaa>(u, u),
                             shuffle<0xff>(u, u)};
+#pragma GCC unroll 1
     for (int r = 0; r < 4; ++r) {
-      for (int i = 0; i < kVectors; ++i)
-        s[r][i] = stored<S>(delta_state(s[r][i], load(key + 16 * i), each[r], set1(g)));
+      update_row<S, kGroups>(s[r], key, each[r], set1(g));
       lanes[r] = lane_sums<kGroups>(s[r], query);
     }
     store_quad(args.out + ((q.first_row + t) * args.v_heads + h) * dv + v0, fold_four(lanes),
                count);
     if (args.mode == DeltaMode::kSnapshots) {
       const int64_t to = args.slot[q.index * args.columns + t];
-      if (to > 0) write_back(state_of(to));
+      if (to > 0) write_back(to);
     } else if (args.mode == DeltaMode::kJournal) {
       const int64_t at = args.journal_row(1 - q.replay_half, q.slot, t);
       store_quad(args.journal_u + (at * args.v_heads + h) * dv + v0, u, count);
     }
   }
-  if (args.mode == DeltaMode::kPrefill && q.rows > 0) write_back(state_of(q.slot));
+  if (args.mode == DeltaMode::kPrefill && q.rows > 0) write_back(q.slot);
 }
 
 template <class S>
@@ -295,12 +310,20 @@ void delta_window(const DeltaArgs& args, const DeltaWindow& window, int64_t thre
   const DeltaScratch layout(args);
   const int dv = args.v_dim;
   const int64_t slots = args.sequences * window.count;
-  parallel_for(slots * args.k_heads, 8, [&](int64_t begin, int64_t end) {
+  const int64_t replays = args.sequences * window.replay_count;
+  parallel_for((slots + replays) * args.k_heads, 8, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t at = i / args.k_heads;
-      const Sequence q = sequence_of(args, window, at / window.count);
-      if (!q.skipped && at % window.count < q.rows)
-        prepare(args, window, layout, q, at % window.count, int(i % args.k_heads));
+      const int head = int(i % args.k_heads);
+      if (at < slots) {
+        const Sequence q = sequence_of(args, window, at / window.count);
+        if (!q.skipped && at % window.count < q.rows)
+          prepare(args, window, layout, q, at % window.count, head);
+      } else {
+        const int64_t t = (at - slots) % window.replay_count;
+        const Sequence q = sequence_of(args, window, (at - slots) / window.replay_count);
+        if (t < q.replay) prepare_replay(args, window, layout, q, t, head);
+      }
     }
   });
 

@@ -88,6 +88,29 @@ DFLASH_INLINE float first(F32x16 a) { return _mm256_cvtss_f32(a.lo); }
 
 DFLASH_INLINE F32x16 zero() { return set1(0.f); }
 
+// Four floats from each pointer.
+DFLASH_INLINE F32x16 quarters(const float* a, const float* b, const float* c, const float* d) {
+  const __m256 low =
+      _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(a)), _mm_loadu_ps(b), 1);
+  const __m256 high =
+      _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(c)), _mm_loadu_ps(d), 1);
+#ifdef __AVX512F__
+  return {_mm512_insertf32x8(_mm512_castps256_ps512(low), high, 1)};
+#else
+  return {low, high};
+#endif
+}
+
+// Transposes the 4x4 that the same quarter of four vectors makes; its own inverse.
+DFLASH_INLINE void transpose_quarters(F32x16* v) {
+  const F32x16 a = shuffle<0x44>(v[0], v[1]), b = shuffle<0xee>(v[0], v[1]);
+  const F32x16 c = shuffle<0x44>(v[2], v[3]), d = shuffle<0xee>(v[2], v[3]);
+  v[0] = shuffle<0x88>(a, c);
+  v[1] = shuffle<0xdd>(a, c);
+  v[2] = shuffle<0x88>(b, d);
+  v[3] = shuffle<0xdd>(b, d);
+}
+
 // core/reduce.h's 128 accumulators, as eight vectors: acc[i] holds accumulators 16 i .. 16 i + 15.
 struct Acc128 {
   F32x16 acc[8];

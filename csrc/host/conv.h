@@ -13,8 +13,6 @@ struct ConvPlan {
   Tensor out;  // float32 [rows, channels]
 };
 
-constexpr int kMaxTaps = 16;
-
 inline ConvPlan plan_ssm_conv_step(const Tensor& x, const Tensor& state, const Tensor& weight,
                                    const OptionalTensor& bias, bool silu, const Tensor& slots,
                                    const OptionalTensor& num_accepted, const Tensor& cu_seqlens) {

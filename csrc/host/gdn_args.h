@@ -17,6 +17,8 @@ struct NormArgs {
   uint8_t* packed;  // [rows, act_bytes(columns)]
 };
 
+constexpr int kMaxTaps = 16;
+
 struct ConvArgs {
   int64_t rows, sequences, channels;
   int taps;

@@ -137,6 +137,46 @@ def test_a_journal_step_packs_like_quant_act(device):
     assert torch.equal(layer.journal_step(state, journal, *args, act_mode=1), ops.quant_act(out, 1))
 
 
+def fold(products):
+    """The last dimension (up to 128) summed as core/reduce.h does it."""
+    lanes = torch.zeros(*products.shape[:-1], 128, device=products.device)
+    lanes[..., : products.shape[-1]] = products
+    lanes = lanes.unflatten(-1, (32, 4))
+    lanes = (lanes[..., 0] + lanes[..., 1]) + (lanes[..., 2] + lanes[..., 3])
+    while lanes.shape[-1] > 1:
+        half = lanes.shape[-1] // 2
+        lanes = lanes[..., :half] + lanes[..., half:]
+    return lanes[..., 0]
+
+
+def rsqrt(x):
+    return torch.ones_like(x) / x.sqrt()
+
+
+@pytest.mark.parametrize("dk", [128, 100, 24])
+def test_the_formula_bit_by_bit(device, dk):
+    layer = DeltaLayer(1, device, nk=1, nv=3, dk=dk, dv=11, norm=False)
+    layer.inputs["b"].zero_()  # strength 1/2, exactly
+    state, journal = layer.state(2), layer.journal(2, 1)
+    before = state[1].clone()
+    out = layer.journal_step(state, journal, [1], [1], [0], [0])[0].view(3, 11)
+    layer.commit(state, journal, [1], [1], [1])
+    q, k, v = layer.inputs["mixed"][0].split([dk, dk, 33])
+    q = q * rsqrt(fold(q * q) + 1e-6) * rsqrt(torch.tensor(float(dk), device=device))
+    k = k * rsqrt(fold(k * k) + 1e-6)
+    g = journal[2][1, 1, 0]
+
+    def fma(a, b, c):  # a float64 holds the product of two float32 exactly
+        return (a.double() * b.double() + c.double()).float()
+
+    u = fma(-g[:, None], fold(before * k), v.view(3, 11)) * 0.5
+    after = fma(k, u[..., None], g[:, None, None] * before)
+    assert torch.equal(journal[0][1, 1, 0, 0], k)
+    assert torch.equal(journal[1][1, 1, 0], u)
+    assert torch.equal(state[1], after)
+    assert torch.equal(out, fold(after * q))
+
+
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("lengths", [[1, 0, 15], [16, 17, 1], [40, 3, 33]])
 def test_prefill_gives_the_bits_of_single_rows(device, dtype, lengths):
