@@ -1,7 +1,7 @@
 """A decoder that verifies: the part that every native target shares."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -116,6 +116,13 @@ class Decoder(Module):
                 self.device,
             )
         return TargetState(kv, recurrent)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        before = self.device
+        super()._apply(fn, recurse)
+        if self.device != before:  # a sequence does not move along: it is forgotten
+            self.state = self._new_state()
+        return self
 
     @property
     def device(self) -> torch.device:

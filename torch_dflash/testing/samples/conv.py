@@ -21,7 +21,7 @@ def _ssm_conv_step(
     cu_seqlens: Tensor,
 ) -> Tensor:
     taps = weight.shape[1]
-    out = torch.zeros(x.shape)
+    out = torch.zeros(x.shape, device=x.device)
     for s, slot in enumerate(slots.tolist()):
         begin, end = int(cu_seqlens[s]), int(cu_seqlens[s + 1])
         if slot <= 0 or begin == end:

@@ -1,0 +1,56 @@
+// core/act.h's quantizer, a warp per group of 256: lane l has values 8 l .. 8 l + 7.
+#pragma once
+#include "core/act.h"
+#include "core/float_type.h"
+#include "gpu/warp.cuh"
+
+namespace dflash::gpu {
+
+constexpr int kActPerLane = kActGroup / kLanes;
+
+__device__ inline void quantize_group(const float (&x)[kActPerLane], ActGroup* group) {
+  uint32_t amax = 0;
+  for (float v : x) {
+    const uint32_t bits = bit_cast<uint32_t>(v) & 0x7fffffffu;
+    amax = bits > amax ? bits : amax;
+  }
+  const ActScale s = act_scale(max_lanes(amax));
+  const int lane = lane_id();
+  int sum_hi = 0, sum_lo = 0;
+  for (int i = 0; i < kActPerLane; ++i) {
+    const int32_t q = s.inv != 0.f ? act_code(x[i], s.inv) : 0;
+    const int32_t hi = act_hi(q), lo = q - 254 * hi;
+    group->hi[lane * kActPerLane + i] = int8_t(hi);
+    group->lo[lane * kActPerLane + i] = int8_t(lo);
+    sum_hi += hi;
+    sum_lo += lo;
+  }
+  sum_hi += exchange(sum_hi, 1);  // two lanes are 16 values
+  sum_lo += exchange(sum_lo, 1);
+  if (lane % 2 == 0) {
+    group->sum_hi[lane / 2] = int16_t(sum_hi);
+    group->sum_lo[lane / 2] = int16_t(sum_lo);
+  }
+  if (lane == 0) group->scale = s.scale;
+  if (lane < 3) group->zero[lane] = 0;
+}
+
+__global__ void quant_act(FloatRows x,       // [rows, columns]
+                          ActGroup* groups,  // [rows, ceil(columns / 256)]
+                          int64_t rows, int64_t columns) {
+  const int64_t per_row = ceil_div<int64_t>(columns, kActGroup), n = warp_id();
+  if (n >= rows * per_row) return;
+  const int64_t row = n / per_row, first = n % per_row * kActGroup + lane_id() * kActPerLane;
+  float value[kActPerLane];
+  for (int i = 0; i < kActPerLane; ++i)
+    value[i] = first + i < columns ? load_float(x.data, x.type, row * x.stride + first + i) : 0.f;
+  quantize_group(value, groups + n);
+}
+
+// act_mode 0: the values themselves.
+__global__ void to_float32(FloatRows x, float* out, int64_t rows, int64_t columns) {
+  const int64_t n = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (n < rows * columns) out[n] = load_float(x.data, x.type, n / columns * x.stride + n % columns);
+}
+
+}  // namespace dflash::gpu

@@ -1,0 +1,214 @@
+// Quantized matmul on GGUF's bytes: a warp per weight row and up to four activation rows. The
+// arithmetic is the contract's; the speed of architecture-specific kernels is not sought here.
+#pragma once
+#include "core/act.h"
+#include "core/formats/all.h"
+#include "gpu/warp.cuh"
+
+namespace dflash::gpu {
+
+constexpr int kMatmulRows = 4;  // activation rows that share a decoded weight
+constexpr int kSuperblock = 256, kLeafSuperblocks = kLeaf / kSuperblock;
+constexpr int kCodesPerLane = kSuperblock / kLanes;
+
+struct MatmulView {
+  const uint8_t* weight;   // [rows, row_bytes]
+  const float* floats;     // [count, columns], or null:
+  const ActGroup* groups;  // [count, ceil(columns / 256)]
+  const float* bias;       // [rows] or null
+  float* out;              // [count, out_stride]
+  int64_t rows, row_bytes, count, columns, out_stride;
+};
+
+// Which types multiply in integers, and how a superblock's groups are scaled.
+template <class F>
+struct Scales {
+  static constexpr bool kIntegers = false;
+};
+
+template <class F>
+struct KScales {  // Q4_K, Q5_K
+  static constexpr bool kIntegers = true, kSuperblocks = true, kMins = true;
+  __device__ static int scale(const uint8_t* quant, int g) { return scale_min(quant + 4, g).scale; }
+  __device__ static int min(const uint8_t* quant, int g) { return scale_min(quant + 4, g).min; }
+  __device__ static float d(const uint8_t* quant) { return load_half(quant); }
+  __device__ static float dmin(const uint8_t* quant) { return load_half(quant + 2); }
+};
+template <>
+struct Scales<Q4_K> : KScales<Q4_K> {};
+template <>
+struct Scales<Q5_K> : KScales<Q5_K> {};
+template <>
+struct Scales<Q6_K> {
+  static constexpr bool kIntegers = true, kSuperblocks = true, kMins = false;
+  __device__ static int scale(const uint8_t* quant, int g) { return Q6_K::scale(quant, g); }
+  __device__ static float d(const uint8_t* quant) { return load_half(quant + 208); }
+};
+template <>
+struct Scales<IQ4_XS> {
+  static constexpr bool kIntegers = true, kSuperblocks = true, kMins = false;
+  __device__ static int scale(const uint8_t* quant, int g) { return IQ4_XS::scale(quant, g / 2); }
+  __device__ static float d(const uint8_t* quant) { return load_half(quant); }
+};
+struct BlockScales {  // a half per 32 values
+  static constexpr bool kIntegers = true, kSuperblocks = false, kMins = false;
+  __device__ static float d(const uint8_t* quant) { return load_half(quant); }
+};
+template <>
+struct Scales<Q8_0> : BlockScales {};
+template <>
+struct Scales<Q4_0> : BlockScales {};
+
+// Eight consecutive codes of a quant as bytes.
+template <class F>
+__device__ void eight_codes(const uint8_t* quant, int first, int (&packed)[2]) {
+  for (int half = 0; half < 2; ++half) {
+    uint32_t word = 0;
+    for (int i = 0; i < 4; ++i) {
+      const int e = first + 4 * half + i;
+      word |= uint32_t(uint8_t(F::code(quant, e / F::kGroup, e % F::kGroup))) << 8 * i;
+    }
+    packed[half] = int(word);
+  }
+}
+
+struct PlaneSums {
+  int hi, lo;
+
+  __device__ float joined() const { return fma(float(hi), 254.f, float(lo)); }
+};
+
+// Lane l's eight values of a group of activations, times its eight codes.
+__device__ inline PlaneSums eight_products(const int (&codes)[2], const ActGroup& x) {
+  const int at = lane_id() * kCodesPerLane;
+  const int* hi = reinterpret_cast<const int*>(x.hi + at);
+  const int* lo = reinterpret_cast<const int*>(x.lo + at);
+  return {dot4(codes[1], hi[1], dot4(codes[0], hi[0], 0)),
+          dot4(codes[1], lo[1], dot4(codes[0], lo[0], 0))};
+}
+
+// One superblock of a K-quant or IQ4_XS: leaf += its products. Sums are exact in int32.
+template <class F>
+struct SuperblockProduct {
+  int codes[2], scale, min = 0;
+  float d, dmin = 0.f;
+
+  __device__ SuperblockProduct(const uint8_t* quants, int64_t superblock, int64_t) {
+    const uint8_t* quant = quants + superblock * F::kBytes;
+    const int first = lane_id() * kCodesPerLane;
+    eight_codes<F>(quant, first, codes);
+    scale = Scales<F>::scale(quant, first / F::kGroup);
+    d = Scales<F>::d(quant);
+    if constexpr (Scales<F>::kMins) {
+      // two lanes share a sum of 16 activations: the even one takes it
+      min = lane_id() % 2 == 0 ? Scales<F>::min(quant, first / F::kGroup) : 0;
+      dmin = Scales<F>::dmin(quant);
+    }
+  }
+  __device__ float add_to(float leaf, const ActGroup& x) const {
+    const PlaneSums mine = eight_products(codes, x);
+    const PlaneSums all{sum_lanes(scale * mine.hi), sum_lanes(scale * mine.lo)};
+    leaf = fma(all.joined(), mul(d, x.scale), leaf);
+    if constexpr (Scales<F>::kMins) {
+      const int g = lane_id() / 2;
+      const PlaneSums mins{sum_lanes(min * x.sum_hi[g]), sum_lanes(min * x.sum_lo[g])};
+      leaf = fma(-mins.joined(), mul(dmin, x.scale), leaf);
+    }
+    return leaf;
+  }
+};
+
+// Up to eight quants of 32 that make up a superblock; four lanes have one quant.
+template <class F>
+struct BlockProduct {
+  int codes[2] = {0, 0}, count;
+  float d = 0.f;
+
+  __device__ BlockProduct(const uint8_t* quants, int64_t superblock, int64_t columns) {
+    const int64_t first = superblock * 8, left = columns / 32 - first;
+    count = int(left < 8 ? left : 8);
+    const int mine = lane_id() / 4;
+    if (mine >= count) return;
+    const uint8_t* quant = quants + (first + mine) * F::kBytes;
+    eight_codes<F>(quant, lane_id() % 4 * kCodesPerLane, codes);
+    d = Scales<F>::d(quant);
+  }
+  __device__ float add_to(float leaf, const ActGroup& x) const {
+    const PlaneSums mine = eight_products(codes, x);
+    const PlaneSums quant{sum_lanes(mine.hi, 4), sum_lanes(mine.lo, 4)};
+    const float joined = quant.joined();
+    float value = 0.f;
+    for (int j = 0; j < count; ++j)
+      value = fma(from_lane(d, 4 * j), from_lane(joined, 4 * j), value);
+    return fma(value, x.scale, leaf);
+  }
+};
+
+__device__ inline void store_rows(const MatmulView& m, int64_t row, int64_t first, int count,
+                                  Tree<float>* trees) {
+  for (int n = 0; n < count; ++n) {
+    const float value = trees[n].join();
+    if (lane_id() == 0)
+      m.out[(first + n) * m.out_stride + row] = m.bias ? value + m.bias[row] : value;
+  }
+}
+
+// Packed activations, integer weights.
+template <class F>
+__global__ void qmm_integers(MatmulView m) {
+  using Product =
+      std::conditional_t<Scales<F>::kSuperblocks, SuperblockProduct<F>, BlockProduct<F>>;
+  const int64_t row = warp_id(), first = int64_t(blockIdx.y) * kMatmulRows;
+  if (row >= m.rows) return;
+  const int count = int(m.count - first < kMatmulRows ? m.count - first : kMatmulRows);
+  const uint8_t* quants = m.weight + row * m.row_bytes;
+  const int64_t superblocks = ceil_div<int64_t>(m.columns, kSuperblock);
+  Tree<float> trees[kMatmulRows];
+  for (int64_t from = 0; from < superblocks; from += kLeafSuperblocks) {
+    const int64_t end =
+        from + kLeafSuperblocks < superblocks ? from + kLeafSuperblocks : superblocks;
+    float leaf[kMatmulRows] = {};
+    for (int64_t s = from; s < end; ++s) {
+      const Product product(quants, s, m.columns);
+      for (int n = 0; n < count; ++n)
+        leaf[n] = product.add_to(leaf[n], m.groups[(first + n) * superblocks + s]);
+    }
+    for (int n = 0; n < count; ++n) trees[n].push(leaf[n]);
+  }
+  store_rows(m, row, first, count, trees);
+}
+
+// Every other type, and float32 activations: dot() of core/reduce.h.
+template <class F>
+__global__ void qmm_floats(MatmulView m) {
+  const int64_t row = warp_id(), first = int64_t(blockIdx.y) * kMatmulRows;
+  if (row >= m.rows) return;
+  const int count = int(m.count - first < kMatmulRows ? m.count - first : kMatmulRows);
+  const uint8_t* quants = m.weight + row * m.row_bytes;
+  const int64_t groups = ceil_div<int64_t>(m.columns, kActGroup);
+  Tree<float> trees[kMatmulRows];
+  for (int64_t leaf = 0; leaf < m.columns; leaf += kLeaf) {
+    const int64_t end = leaf + kLeaf < m.columns ? leaf + kLeaf : m.columns;
+    float acc[kMatmulRows][kPerLane] = {};
+    for (int64_t from = leaf + kPerLane * lane_id(); from < end; from += kAccumulators)
+      for (int j = 0; j < kPerLane && from + j < end; ++j) {
+        const int64_t e = from + j;
+        const float w = decode<F>(quants + e / F::kElems * F::kBytes, int(e % F::kElems));
+        for (int n = 0; n < count; ++n) {
+          const float x = m.floats ? m.floats[(first + n) * m.columns + e]
+                                   : act_value(m.groups[(first + n) * groups + e / kActGroup],
+                                               int(e % kActGroup));
+          acc[n][j] = fma(w, x, acc[n][j]);
+        }
+      }
+    for (int n = 0; n < count; ++n) trees[n].push(fold_lanes(acc[n]));
+  }
+  store_rows(m, row, first, count, trees);
+}
+
+__global__ void silu_times(const float* gate, const float* up, float* out, int64_t count) {
+  const int64_t n = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (n < count) out[n] = mul(silu(gate[n]), up[n]);
+}
+
+}  // namespace dflash::gpu

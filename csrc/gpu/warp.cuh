@@ -1,0 +1,92 @@
+// The 32 virtual lanes of core/reduce.h as threads of a warp, and the one #ifdef of this folder. A
+// kernel that uses them lets whole warps leave early, never single threads.
+#pragma once
+#include "core/reduce.h"
+
+namespace dflash::gpu {
+
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+template <class T>
+__device__ T exchange(T value, int mask) {
+#ifdef __HIPCC__
+  return __shfl_xor(value, mask, kLanes);
+#else
+  return __shfl_xor_sync(kAllLanes, value, mask, kLanes);
+#endif
+}
+
+template <class T>
+__device__ T from_lane(T value, int lane) {
+#ifdef __HIPCC__
+  return __shfl(value, lane, kLanes);
+#else
+  return __shfl_sync(kAllLanes, value, lane, kLanes);
+#endif
+}
+
+// a . b + c for four int8 in each of a and b.
+__device__ inline int dot4(int a, int b, int c) {
+#ifdef __HIPCC__
+  for (int i = 0; i < 4; ++i) c += int(int8_t(a >> 8 * i)) * int(int8_t(b >> 8 * i));
+  return c;
+#else
+  return __dp4a(a, b, c);
+#endif
+}
+
+__device__ inline int lane_id() {
+  return int(threadIdx.x % kLanes);
+}
+
+// Index of this warp in the grid.
+__device__ inline int64_t warp_id() {
+  return (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) / kLanes;
+}
+
+// Of `width` neighbouring lanes; every one of them gets the result.
+template <class T>
+__device__ T sum_lanes(T value, int width = kLanes) {
+  for (int step = width / 2; step > 0; step /= 2) value += exchange(value, step);
+  return value;
+}
+
+template <class T>
+__device__ T max_lanes(T value) {
+  for (int step = kLanes / 2; step > 0; step /= 2) {
+    const T other = exchange(value, step);
+    value = other > value ? other : value;
+  }
+  return value;
+}
+
+// fold() of core/reduce.h: acc[j] of lane l is accumulator 4 l + j. Addition commutes, so every
+// lane gets the bits of lane 0.
+__device__ inline float fold_lanes(const float (&acc)[kPerLane]) {
+  return sum_lanes((acc[0] + acc[1]) + (acc[2] + acc[3]));
+}
+
+// dot() of core/reduce.h by one warp, of a(e) and b(e) for e in [0, n). Every lane gets it.
+template <class A, class B>
+__device__ float warp_dot(int64_t n, A&& a, B&& b) {
+  if (n <= 0) return 0.f;
+  Tree<float> tree;
+  for (int64_t leaf = 0; leaf < n; leaf += kLeaf) {
+    float acc[kPerLane] = {};
+    const int64_t end = leaf + kLeaf < n ? leaf + kLeaf : n;
+    for (int64_t e = leaf + kPerLane * lane_id(); e < end; e += kAccumulators)
+      for (int j = 0; j < kPerLane; ++j)
+        if (e + j < end) acc[j] = fma(a(e + j), b(e + j), acc[j]);
+    tree.push(fold_lanes(acc));
+  }
+  return tree.join();
+}
+
+constexpr uint32_t kQuietNaN = 0x7fc00000u;
+
+// What a kernel answers with where the CPU reports an error: the host must not read the values.
+__device__ inline float no_answer() {
+  return bit_cast<float>(kQuietNaN);
+}
+
+}  // namespace dflash::gpu
