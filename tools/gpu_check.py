@@ -237,9 +237,7 @@ def session(tokens: int = 48) -> Json:
         for name in DRAFTERS:
             if not (MODEL / f"{name}.gguf").exists():
                 continue
-            drafter = load_drafter(MODEL / f"{name}.gguf", load_target(MODEL / "target.gguf"))
-            drafter = drafter.to(DEVICE)
-            drafter.target_vocabulary = [here.vocabulary]
+            drafter = load_drafter(MODEL / f"{name}.gguf", here).to(DEVICE)
             runs = [Session(here, drafter).generate(p, tokens) for p in prompts]
             report[f"{kind} {name}"] = {
                 "equals_plain": [r.tokens for r in runs] == plain,
