@@ -1,6 +1,7 @@
 """Rows among others: what gpu_check.py runs to see that a row depends on nothing but its own."""
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,7 +21,9 @@ def independent(run: Run) -> Run:
     return run
 
 
+@cache
 def random(seed: int, *shape: int) -> Tensor:
+    """The same numbers every time; not to be written."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -46,10 +49,11 @@ def add_rms_norm(device: torch.device, rows: list[int], keep: int) -> tuple[Tens
     return y[rows.index(keep)], residual[rows.index(keep)]
 
 
-TYPES, SIZES, COLUMNS = [12, 23, 14, 0, 13, 8, 2, 30], [16, 5, 33, 4, 20, 7, 18, 3], 1280
+TYPES, SIZES, COLUMNS = (12, 23, 14, 0, 13, 8, 2, 30), (16, 5, 33, 4, 20, 7, 18, 3), 1280
 
 
-def stacked(device: torch.device, types: list[int], sizes: list[int]) -> Tensor:
+@cache
+def stacked(device: torch.device, types: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
     g = torch.Generator().manual_seed(0)
     packed = (
         random_packed(t, n, COLUMNS // ops.quant_geometry(t)[0], g)
@@ -65,7 +69,7 @@ def qmm(device: torch.device, rows: list[int], keep: int) -> tuple[Tensor, Tenso
     x = poisoned(random(0, TOTAL, COLUMNS), rows, keep, device)
     weight = stacked(device, TYPES, SIZES)
     both = (
-        ops.qmm(v, weight, TYPES, SIZES, COLUMNS)[rows.index(keep)]
+        ops.qmm(v, weight, list(TYPES), list(SIZES), COLUMNS)[rows.index(keep)]
         for v in (x, ops.quant_act(x, 1))
     )
     packed, floats = both
@@ -75,7 +79,7 @@ def qmm(device: torch.device, rows: list[int], keep: int) -> tuple[Tensor, Tenso
 @independent
 def qmm_glu(device: torch.device, rows: list[int], keep: int) -> Tensor:
     x = poisoned(random(0, TOTAL, COLUMNS), rows, keep, device)
-    weight = stacked(device, [23, 12], [300, 300])
+    weight = stacked(device, (23, 12), (300, 300))
     y = ops.qmm_glu(ops.quant_act(x, 1), weight, [23, 12], 300, COLUMNS, 1)
     return y[rows.index(keep)]
 
@@ -119,7 +123,7 @@ def block_attention(device: torch.device, rows: list[int], keep: int) -> Tensor:
     """A sequence a row, of 1 to 1400 keys, in pages of 16."""
     length = [1 + 97 * r % 1400 for r in range(TOTAL)]
     pages = -(-max(length) // 16)
-    caches = random(0, 2, TOTAL, pages * 16, 1, 64)
+    caches = random(0, 2, TOTAL, pages * 16, 1, 64).clone()
     caches[:, [r for r in range(TOTAL) if r != keep]] = torch.nan
     caches[:, keep, length[keep] :] = torch.nan
     table = torch.arange(TOTAL * pages, dtype=torch.int32).view(TOTAL, pages)[rows]

@@ -2,7 +2,7 @@
 
 #include <torch/csrc/stable/library.h>
 
-#include "cuda/launch.cuh"
+#include "cuda/act.cuh"
 #include "gpu/dequantize.cuh"
 #include "host/draft.h"
 
@@ -27,18 +27,18 @@ void codebook_rows(const Tensor& packed, int64_t type, const Tensor& ids, int64_
 
 Tensor grouped_conv(const Tensor& x, const Tensor& coef, const Tensor& base, int64_t side,
                     const Tensor& cu_seqlens, int64_t act_mode) {
-  STD_TORCH_CHECK(act_mode == 0, "dflash::grouped_conv: act_mode must be 0 (float32) on CUDA, got ",
-                  act_mode, "; pack the result with quant_act");
   GroupedConvPlan plan = plan_grouped_conv(x, coef, base, side, cu_seqlens, act_mode);
   const int64_t count = plan.rows * plan.columns;
   if (count == 0) return plan.out;
+  Tensor floats = float_rows_of(plan.out, plan.rows, plan.columns, act_mode);
   const Launch launch(x, count);
   gpu::grouped_conv<<<launch.grid, launch.threads, 0, launch.stream>>>(
       x.const_data_ptr<float>(), coef.const_data_ptr<float>() + side * plan.taps * plan.groups,
       base.const_data_ptr<float>() + side * plan.taps * plan.columns,
-      cu_seqlens.const_data_ptr<int32_t>(), plan.out.mutable_data_ptr<float>(), plan.sequences,
+      cu_seqlens.const_data_ptr<int32_t>(), floats.mutable_data_ptr<float>(), plan.sequences,
       plan.columns, plan.taps, plan.groups, count);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
+  finish_activations(floats, plan.rows, plan.columns, act_mode, plan.out);
   return plan.out;
 }
 
@@ -51,9 +51,7 @@ std::tuple<Tensor, Tensor> selector_walk(const Tensor& ids, const Tensor& scores
                                          successor, successor_type, temperature, uniform);
   const int64_t S = plan.sequences, K = plan.candidates, R = plan.rank;
   if (S * plan.slots == 0) return {plan.tokens, plan.q};
-  const auto floats = [&](int64_t count) {
-    return torch::stable::new_empty(scores, {count}, ScalarType::Float);
-  };
+  const auto floats = [&](int64_t count) { return new_empty(scores, {count}, ScalarType::Float); };
   // every row the walk may meet: the path is only known on the device
   Tensor anchors = floats(S * R), before = floats(ids.numel() * R), after = floats(ids.numel() * R);
   Tensor score = floats(S * K), sums = floats(S * ceil_div<int64_t>(K, kLeaf));

@@ -87,10 +87,10 @@ __device__ inline void normalise(RowShared& s, float* p, int64_t n, float* sums)
   __syncthreads();
 }
 
-// Keeps x[i] where key(i) is inside the descending selection that reaches `target`, else 0.
+// Keeps x[i] where key(i) is inside the descending selection that reaches `target`, else `outside`.
 template <class Key, class Weight>
 __device__ void keep(RowShared& s, int64_t n, uint64_t target, const Key& key, const Weight& weight,
-                     float* x) {
+                     float* x, float outside = 0.f) {
   Cut cut = {0, 0};
   uint64_t each = 0;
   for (int digit = 0; digit < kDigits; ++digit) {
@@ -136,7 +136,7 @@ __device__ void keep(RowShared& s, int64_t n, uint64_t target, const Key& key, c
       for (int j = 0; j < kRowThreads; ++j) seen += s.chunk[j] != 0.f;
       __syncthreads();
     }
-    if (drop) x[i] = 0.f;
+    if (drop) x[i] = outside;
   }
   __syncthreads();
 }
