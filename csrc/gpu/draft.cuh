@@ -57,8 +57,9 @@ __global__ void __launch_bounds__(kRowThreads) selector_walk(WalkArguments a) {
     const float* hidden = a.hidden + slot * R;
     for (int64_t k = warp; k < K; k += kRowThreads / kLanes) {
       const float* row = a.after + (slot * K + k) * R;
-      const float compatibility = dot([&](int64_t r) { return mul(previous[r], hidden[r]); },
-                                      [&](int64_t r) { return row[r]; }, R, lane);
+      const float compatibility = warp_dot(
+          R, [&](int64_t r) { return mul(previous[r], hidden[r]); },
+          [&](int64_t r) { return row[r]; });
       if (lane == 0) score[k] = edge_score(a.scores[slot * K + k], compatibility);
     }
     __syncthreads();

@@ -66,9 +66,9 @@ __global__ void __launch_bounds__(kRowThreads) markov_slot(MarkovSlot m) {
   }
   if (threadIdx.x < kLanes && m.head) {
     const float* hidden = m.hidden + slot * m.hidden_size;
-    const float score =
-        dot([&](int64_t i) { return i < m.hidden_size ? hidden[i] : e[i - m.hidden_size]; },
-            [&](int64_t i) { return m.head[i]; }, m.inputs, int(threadIdx.x));
+    const float score = warp_dot(
+        m.inputs, [&](int64_t i) { return i < m.hidden_size ? hidden[i] : e[i - m.hidden_size]; },
+        [&](int64_t i) { return m.head[i]; });
     if (threadIdx.x == 0) m.confidence[slot] = confidence(score, m.head_bias ? *m.head_bias : 0.f);
   }
   if (threadIdx.x != 0) return;

@@ -2,7 +2,7 @@
 // core/sampling.h.
 #pragma once
 #include "core/sampling.h"
-#include "gpu/lane.cuh"
+#include "gpu/warp.cuh"
 
 namespace dflash::gpu {
 
@@ -37,10 +37,7 @@ __device__ inline bool any(RowShared& s, bool mine) {
 __device__ inline float largest(RowShared& s, const float* x, int64_t n) {
   float top = bit_cast<float>(0xff800000u);
   for (int64_t i = threadIdx.x; i < n; i += kRowThreads) top = x[i] > top ? x[i] : top;
-  for (int step = kLanes / 2; step > 0; step /= 2) {
-    const float other = shuffle_down(top, step);
-    top = other > top ? other : top;
-  }
+  top = max_lanes(top);
   __syncthreads();
   if (threadIdx.x % kLanes == 0) s.lane[threadIdx.x / kLanes] = top;
   __syncthreads();
@@ -67,7 +64,7 @@ __device__ void leaf_sums(const P& p, int64_t n, float* sums) {
   const int64_t leaves = ceil_div<int64_t>(n, kLeaf);
   for (int64_t l = warp; l < leaves; l += kRowThreads / kLanes) {
     const int64_t begin = l * kLeaf, size = n - begin < kLeaf ? n - begin : kLeaf;
-    const float total = sum_leaf([&](int64_t e) { return p(begin + e); }, size, lane);
+    const float total = warp_sum_leaf([&](int64_t e) { return p(begin + e); }, size);
     if (lane == 0) sums[l] = total;
   }
   __syncthreads();

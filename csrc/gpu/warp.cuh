@@ -82,6 +82,15 @@ __device__ float warp_dot(int64_t n, A&& a, B&& b) {
   return tree.join();
 }
 
+// sum_leaf() of core/sampling.h by one warp, n <= kLeaf. Every lane gets it.
+template <class P>
+__device__ float warp_sum_leaf(const P& p, int64_t n) {
+  float acc[kPerLane] = {};
+  for (int64_t e = kPerLane * lane_id(); e < n; e += kAccumulators)
+    for (int j = 0; j < kPerLane && e + j < n; ++j) acc[j] = acc[j] + p(e + j);
+  return fold_lanes(acc);
+}
+
 constexpr uint32_t kQuietNaN = 0x7fc00000u;
 
 // What a kernel answers with where the CPU reports an error: the host must not read the values.

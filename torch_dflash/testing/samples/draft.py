@@ -102,8 +102,16 @@ def selector_walk(device: torch.device) -> Iterator[Args]:
         )
 
 
+def _markov_chain(*args: Any) -> Any:
+    base, w1, w1_type, w2, w2_type = (args[i] for i in (0, 3, 4, 5, 6))
+    values, nbytes = quant_geometry(w1_type)
+    # on its own device, whose layout it has
+    rows = unpack(w2, w2_type, base.shape[2], w1.shape[1] // nbytes * values)
+    return _markov_chain_of_rows(*args[:5], rows, *args[6:])
+
+
 @on_cpu
-def _markov_chain(
+def _markov_chain_of_rows(
     base: Tensor,
     hidden: Tensor,
     anchor: Tensor,
@@ -121,8 +129,7 @@ def _markov_chain(
     draft_topk: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     table = gguf_dequantize(w1, w1_type)
-    rows = base.shape[2]
-    head = gguf_dequantize(unpack(w2, w2_type, rows, table.shape[1]), w2_type)
+    head = gguf_dequantize(w2, w2_type)
     tokens, q, confidence = reference.markov_chain(
         base,
         hidden,

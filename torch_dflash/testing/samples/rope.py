@@ -54,7 +54,8 @@ def qk_norm_rope_store(device: torch.device) -> Iterator[tuple[Any, ...]]:
         positions = torch.randint(0, 1000, (*axes, rows), generator=g).to(device)
         inv_freq = (1e4 ** (-torch.arange(half) / half)).to(device)
         cache = torch.zeros(3, 4, kv_heads, dim, dtype=dtype, device=device)
-        slots = (torch.arange(rows) * 2 % 12 - (torch.arange(rows) == 1) * 20).to(device)
+        # each slot once, and one row that is not stored
+        slots = (torch.arange(rows) * 5 % 12 - (torch.arange(rows) == 1) * 20).to(device)
         weight = rand(dim) if norm else None
         yield (
             rand(rows, heads, dim) if heads else None,
