@@ -1,6 +1,7 @@
 """Entry point: parses the command line, turns errors into one line each."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -20,6 +21,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _line(error: Exception) -> str:
+    """What went wrong; KeyError would print its message in quotes, OSError a number first."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename}: {error.strerror.lower()}; check the path"
+    return str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
 
@@ -32,8 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = _parser().parse_args(argv)
         return int(args.run(args))
+    except BrokenPipeError:  # the reader has seen enough; nothing is left to flush at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (ValueError, OSError, RuntimeError, ImportError, KeyError) as error:
-        text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+        text = _line(error)
         print(f"torch-dflash: error: {text.splitlines()[0] if text else type(error).__name__}",
               file=sys.stderr)  # fmt: skip
         return 1

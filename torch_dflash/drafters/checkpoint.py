@@ -9,11 +9,11 @@ from typing import Any, Literal
 import torch
 
 from ..dtypes import check_types, low_bit_note
-from ..fields import CheckpointError
+from ..fields import CheckpointError, Fields
 from ..gguf import GGUFFile, QuantTensor
 from ..hf import open_safetensors, read_config
 from .config import DrafterConfig, TargetShape, check_against_target, check_supported
-from .from_gguf import config_from_gguf
+from .from_gguf import config_from_gguf, drafter_arch
 from .from_hf import config_from_hf
 from .mask_embedding import read_mask_embedding
 from .names import logical_names
@@ -130,6 +130,7 @@ def _read_folder(path: Path, overrides: Overrides) -> DrafterCheckpoint:
 
 def _read_gguf(path: Path, overrides: Overrides) -> DrafterCheckpoint:
     with GGUFFile.open(path) as file:
+        drafter_arch(Fields(str(path), [("", file.metadata)]))  # before its tensors are judged
         names = logical_names(str(path), file.tensors, gguf=True)
         shapes = {logical: file.tensors[name].shape for logical, name in names.items()}
         config = config_from_gguf(file.metadata, shapes, where=str(path), overrides=overrides)

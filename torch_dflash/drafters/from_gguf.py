@@ -12,7 +12,7 @@ from .resolve import Overrides, Resolver
 from .rope_keys import rope_from_gguf
 from .tensors import Shapes, detect_kind
 
-__all__ = ["config_from_gguf", "is_drafter_arch"]
+__all__ = ["config_from_gguf", "drafter_arch", "is_drafter_arch"]
 
 _DEFAULT_TOP_K: Final = 16
 
@@ -58,6 +58,21 @@ def is_drafter_arch(arch: str) -> bool:
     return arch in ("dflash", "dflash-draft") or arch.endswith("-dflash-draft")
 
 
+def drafter_arch(fields: Fields) -> str:
+    """``general.architecture`` of a drafter.
+
+    Raises:
+        CheckpointError: it is missing, or that of something else.
+    """
+    arch = fields.require(str, "arch", "general.architecture")
+    if not is_drafter_arch(arch):
+        fields.fail(
+            f"general.architecture must be dflash, dflash-draft or *-dflash-draft, got {arch!r}",
+            "this is not a drafter; give it as the target",
+        )
+    return arch
+
+
 def config_from_gguf(
     metadata: Mapping[str, Any],
     shapes: Shapes,
@@ -79,12 +94,7 @@ def config_from_gguf(
     """
     overrides = overrides or Overrides()
     fields = Fields(where, [("", metadata)])
-    arch = fields.require(str, "arch", "general.architecture")
-    if not is_drafter_arch(arch):
-        fields.fail(
-            f"general.architecture must be dflash, dflash-draft or *-dflash-draft, got {arch!r}",
-            "this is not a drafter; give it as the target",
-        )
+    arch = drafter_arch(fields)
     fields.sources.clear()
     _refuse(fields, arch)
     keys = {field: _full(arch, names) for field, names in _KEYS.items()}
