@@ -4,7 +4,7 @@
 
 #include "cpu/act_kernel.h"
 #include "cpu/isa.h"
-#include "cpu/torch_types.h"
+#include "host/dispatch.h"
 
 namespace dflash::cpu {
 

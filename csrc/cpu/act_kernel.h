@@ -1,5 +1,5 @@
 #pragma once
-#include "cpu/float_type.h"
+#include "core/float_type.h"
 
 namespace dflash::cpu {
 

@@ -9,7 +9,7 @@
 #include "core/mask.h"
 #include "cpu/isa.h"
 #include "cpu/parallel.h"
-#include "cpu/torch_types.h"
+#include "host/dispatch.h"
 #include "host/attention.h"
 
 namespace dflash::cpu {

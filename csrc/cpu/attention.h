@@ -2,7 +2,7 @@
 #pragma once
 #include <cstdint>
 
-#include "cpu/float_type.h"
+#include "core/float_type.h"
 
 namespace dflash::cpu {
 

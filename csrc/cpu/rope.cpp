@@ -7,7 +7,7 @@
 
 #include "cpu/isa.h"
 #include "cpu/parallel.h"
-#include "cpu/torch_types.h"
+#include "host/dispatch.h"
 #include "host/rope.h"
 
 namespace dflash::cpu {

@@ -23,24 +23,44 @@ struct F32x16 {
     return *this;
   }
 };
-DFLASH_INLINE F32x16 set1(float x) { return {_mm512_set1_ps(x)}; }
-DFLASH_INLINE F32x16 load(const float* p) { return {_mm512_loadu_ps(p)}; }
-DFLASH_INLINE void store(float* p, F32x16 a) { _mm512_storeu_ps(p, a.v); }
-DFLASH_INLINE F32x16 add(F32x16 a, F32x16 b) { return {_mm512_add_ps(a.v, b.v)}; }
-DFLASH_INLINE F32x16 sub(F32x16 a, F32x16 b) { return {_mm512_sub_ps(a.v, b.v)}; }
-DFLASH_INLINE F32x16 mul(F32x16 a, F32x16 b) { return {_mm512_mul_ps(a.v, b.v)}; }
+DFLASH_INLINE F32x16 set1(float x) {
+  return {_mm512_set1_ps(x)};
+}
+DFLASH_INLINE F32x16 load(const float* p) {
+  return {_mm512_loadu_ps(p)};
+}
+DFLASH_INLINE void store(float* p, F32x16 a) {
+  _mm512_storeu_ps(p, a.v);
+}
+DFLASH_INLINE F32x16 add(F32x16 a, F32x16 b) {
+  return {_mm512_add_ps(a.v, b.v)};
+}
+DFLASH_INLINE F32x16 sub(F32x16 a, F32x16 b) {
+  return {_mm512_sub_ps(a.v, b.v)};
+}
+DFLASH_INLINE F32x16 mul(F32x16 a, F32x16 b) {
+  return {_mm512_mul_ps(a.v, b.v)};
+}
 DFLASH_INLINE F32x16 fma(F32x16 a, F32x16 b, F32x16 c) {
   return {_mm512_fmadd_ps(a.v, b.v, c.v)};
 }
-DFLASH_INLINE F32x16 max(F32x16 a, F32x16 b) { return {_mm512_max_ps(a.v, b.v)}; }
+DFLASH_INLINE F32x16 max(F32x16 a, F32x16 b) {
+  return {_mm512_max_ps(a.v, b.v)};
+}
 template <int kImm>
 DFLASH_INLINE F32x16 shuffle(F32x16 a, F32x16 b) {
   return {_mm512_shuffle_ps(a.v, b.v, kImm)};
 }
 // Quarters q of four floats: swaps q with q^2, with q^1.
-DFLASH_INLINE F32x16 swap_halves(F32x16 a) { return {_mm512_shuffle_f32x4(a.v, a.v, 0x4e)}; }
-DFLASH_INLINE F32x16 swap_quarters(F32x16 a) { return {_mm512_shuffle_f32x4(a.v, a.v, 0xb1)}; }
-DFLASH_INLINE float first(F32x16 a) { return _mm512_cvtss_f32(a.v); }
+DFLASH_INLINE F32x16 swap_halves(F32x16 a) {
+  return {_mm512_shuffle_f32x4(a.v, a.v, 0x4e)};
+}
+DFLASH_INLINE F32x16 swap_quarters(F32x16 a) {
+  return {_mm512_shuffle_f32x4(a.v, a.v, 0xb1)};
+}
+DFLASH_INLINE float first(F32x16 a) {
+  return _mm512_cvtss_f32(a.v);
+}
 #else
 struct F32x16 {
   __m256 lo, hi;
@@ -54,8 +74,12 @@ struct F32x16 {
     return *this;
   }
 };
-DFLASH_INLINE F32x16 set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
-DFLASH_INLINE F32x16 load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+DFLASH_INLINE F32x16 set1(float x) {
+  return {_mm256_set1_ps(x), _mm256_set1_ps(x)};
+}
+DFLASH_INLINE F32x16 load(const float* p) {
+  return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)};
+}
 DFLASH_INLINE void store(float* p, F32x16 a) {
   _mm256_storeu_ps(p, a.lo);
   _mm256_storeu_ps(p + 8, a.hi);
@@ -79,14 +103,20 @@ template <int kImm>
 DFLASH_INLINE F32x16 shuffle(F32x16 a, F32x16 b) {
   return {_mm256_shuffle_ps(a.lo, b.lo, kImm), _mm256_shuffle_ps(a.hi, b.hi, kImm)};
 }
-DFLASH_INLINE F32x16 swap_halves(F32x16 a) { return {a.hi, a.lo}; }
+DFLASH_INLINE F32x16 swap_halves(F32x16 a) {
+  return {a.hi, a.lo};
+}
 DFLASH_INLINE F32x16 swap_quarters(F32x16 a) {
   return {_mm256_permute2f128_ps(a.lo, a.lo, 1), _mm256_permute2f128_ps(a.hi, a.hi, 1)};
 }
-DFLASH_INLINE float first(F32x16 a) { return _mm256_cvtss_f32(a.lo); }
+DFLASH_INLINE float first(F32x16 a) {
+  return _mm256_cvtss_f32(a.lo);
+}
 #endif
 
-DFLASH_INLINE F32x16 zero() { return set1(0.f); }
+DFLASH_INLINE F32x16 zero() {
+  return set1(0.f);
+}
 
 // Four floats from each pointer.
 DFLASH_INLINE F32x16 quarters(const float* a, const float* b, const float* c, const float* d) {
