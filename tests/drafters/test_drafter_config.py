@@ -5,6 +5,7 @@ from dataclasses import fields, replace
 
 import pytest
 from gguf import GGUFReader
+from gguf_craft import GGUF_DRAFTERS
 from safetensors import safe_open
 
 from torch_dflash.drafters.attention import LayerAttention
@@ -48,22 +49,6 @@ DSPARK = [
     "rnn",
     "vanilla_anchor",
     "vanilla_bonus",
-]
-GGUF = [
-    "dflash",
-    "dflash2",
-    "dflash2_scaled_taps3",
-    "dflash2_swa_w8",
-    "dflash_causal",
-    "dflash_dc_causal",
-    "dflash_interleaved_rope",
-    "dflash_partial_rotary",
-    "dflash_swa_noncausal_w8",
-    "dflash_value_scale_sinks",
-    "dflash_yarn",
-    "dspark",
-    "dspark_speculators_bonus",
-    "dspark_speculators_d2t",
 ]
 
 
@@ -156,7 +141,7 @@ def test_reference_loop(fixtures, name):
     assert config.layers == (LayerAttention(24, False),) * 2
 
 
-@pytest.mark.parametrize("name", GGUF)
+@pytest.mark.parametrize("name", GGUF_DRAFTERS)
 def test_gguf_says_what_hugging_face_says(fixtures, name):
     """The files of upstream's converter resolve to the config of the checkpoint they came from."""
     hf = from_folder(fixtures / "gguf" / name)

@@ -17,6 +17,7 @@ from torch_dflash.drafters import drafter_for
 from torch_dflash.drafters.checkpoint import load_checkpoint
 from torch_dflash.gguf import QuantTensor
 from torch_dflash.nn import Vocabulary
+from torch_dflash.testing.compare import nmse
 from torch_dflash.testing.tiny import tiny_drafter
 
 zlab = pytest.importorskip("dflash.model", reason="z-lab's dflash 0.1.0 is not installed")
@@ -39,12 +40,6 @@ ROPES = {
         "beta_slow": 1.0,
     },
 }
-
-
-def nmse(actual, expected):
-    return float(
-        ((actual.double() - expected.double()) ** 2).sum() / (expected.double() ** 2).sum()
-    )
 
 
 class Target(nn.Module):

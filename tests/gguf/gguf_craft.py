@@ -10,6 +10,24 @@ CODES = {U8: "B", I8: "b", U16: "H", I16: "h", U32: "I", I32: "i", F32: "f", BOO
     F64: "d",
 }
 
+# Drafters among the reference cases that come as GGUF files.
+GGUF_DRAFTERS = [
+    "dflash",
+    "dflash2",
+    "dflash2_scaled_taps3",
+    "dflash2_swa_w8",
+    "dflash_causal",
+    "dflash_dc_causal",
+    "dflash_interleaved_rope",
+    "dflash_partial_rotary",
+    "dflash_swa_noncausal_w8",
+    "dflash_value_scale_sinks",
+    "dflash_yarn",
+    "dspark",
+    "dspark_speculators_bonus",
+    "dspark_speculators_d2t",
+]
+
 
 def text(s: str | bytes) -> bytes:
     raw = s.encode() if isinstance(s, str) else s

@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 import torch
+from gguf_craft import GGUF_DRAFTERS
 
 from torch_dflash.drafters.attention import LayerAttention
 from torch_dflash.drafters.checkpoint import read_checkpoint
@@ -13,25 +14,8 @@ from torch_dflash.drafters.to_gguf import dflash_metadata, dflash_tensors, write
 from torch_dflash.fields import CheckpointError
 from torch_dflash.gguf import GGUFFile, QuantTensor, typed_metadata
 
-DRAFTERS = [
-    "dflash",
-    "dflash2",
-    "dflash2_scaled_taps3",
-    "dflash2_swa_w8",
-    "dflash_causal",
-    "dflash_dc_causal",
-    "dflash_interleaved_rope",
-    "dflash_partial_rotary",
-    "dflash_swa_noncausal_w8",
-    "dflash_value_scale_sinks",
-    "dflash_yarn",
-    "dspark",
-    "dspark_speculators_bonus",
-    "dspark_speculators_d2t",
-]
 
-
-@pytest.mark.parametrize("case", DRAFTERS)
+@pytest.mark.parametrize("case", GGUF_DRAFTERS)
 def test_equals_the_converters(fixtures, tmp_path, case):
     folder, path = fixtures / "gguf" / case, tmp_path / "x.gguf"
     checkpoint = read_checkpoint(folder)

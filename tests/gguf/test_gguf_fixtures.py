@@ -5,29 +5,14 @@ import re
 import gguf
 import pytest
 import torch
+from gguf_craft import GGUF_DRAFTERS
 from safetensors.torch import load_file
 
 from torch_dflash.gguf import GGUFFile, QuantTensor
 from torch_dflash.hf import open_safetensors
 
-DRAFTERS = [
-    "dflash",
-    "dflash2",
-    "dflash2_scaled_taps3",
-    "dflash2_swa_w8",
-    "dflash_causal",
-    "dflash_dc_causal",
-    "dflash_interleaved_rope",
-    "dflash_partial_rotary",
-    "dflash_swa_noncausal_w8",
-    "dflash_value_scale_sinks",
-    "dflash_yarn",
-    "dspark",
-    "dspark_speculators_bonus",
-    "dspark_speculators_d2t",
-]
 TARGETS = ["nk2_nv4", "nk2_nv6", "nk3_nv3_tied", "types_nk2_nv4"]
-FILES = [f"{d}/model.gguf" for d in DRAFTERS] + [
+FILES = [f"{d}/model.gguf" for d in GGUF_DRAFTERS] + [
     *(f"target_{t}.gguf" for t in TARGETS),
     "target_fused_qkv_f16.gguf",
     "target_mtp_bf16.gguf",
@@ -136,7 +121,7 @@ def test_target_equals_its_source(fixtures, case):
             )
 
 
-@pytest.mark.parametrize("case", DRAFTERS)
+@pytest.mark.parametrize("case", GGUF_DRAFTERS)
 def test_drafter_holds_the_values_of_its_source(fixtures, case):
     """Names are the drafters' business; here: each tensor is one of the source's, bit for bit."""
     folder = fixtures / "gguf" / case
