@@ -9,8 +9,8 @@
 #include "core/mask.h"
 #include "cpu/isa.h"
 #include "cpu/parallel.h"
-#include "host/dispatch.h"
 #include "host/attention.h"
+#include "host/dispatch.h"
 
 namespace dflash::cpu {
 namespace {
