@@ -216,14 +216,20 @@ def determinism() -> Json:
 
 
 def sanitize() -> Json:
-    """Every sample once, for compute-sanitizer to watch."""
-    count = 0
+    """Every sample once, for compute-sanitizer to watch; then indices that lead nowhere."""
+    count = {"samples": 0, "wrong indices": 0}
     for op in on_gpu():
         for args in samples(op, DEVICE):
-            call(op, args)
-            count += 1
+            call(op, copies(args))
+            count["samples"] += 1
+            for i, a in enumerate(args):
+                if not isinstance(a, torch.Tensor) or a.dtype not in (torch.int32, torch.int64):
+                    continue
+                for value in (1 << 30, -7) if a.numel() else ():
+                    call(op, (*args[:i], torch.full_like(a, value), *args[i + 1 :]))
+                    count["wrong indices"] += 1
     torch.cuda.synchronize()
-    return {"calls": count}
+    return count
 
 
 def session(tokens: int = 48) -> Json:

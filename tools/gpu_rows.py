@@ -94,6 +94,25 @@ def head_topk(device: torch.device, rows: list[int], keep: int) -> tuple[Tensor,
 
 
 @independent
+def sampling_probs(device: torch.device, rows: list[int], keep: int) -> Tensor:
+    logits = random(0, TOTAL, 3000)[rows].to(device)
+    if device.type != "cpu":
+        logits[[i for i, r in enumerate(rows) if r != keep]] = torch.nan
+    each = (torch.full((len(rows),), v, device=device) for v in (0.8, 50, 0.9))
+    return ops.sampling_probs(logits, *each)[rows.index(keep)]
+
+
+@independent
+def grouped_conv(device: torch.device, rows: list[int], keep: int) -> Tensor:
+    """A block a row."""
+    x = poisoned(random(0, TOTAL, 96), rows, keep, device)
+    coef = poisoned(random(1, TOTAL, 2 * 3 * 8), rows, keep, device)
+    base = random(2, 2, 3, 96).to(device)
+    out = ops.grouped_conv(x, coef, base, 1, starts([1] * len(rows), device), 1)
+    return out[rows.index(keep)]
+
+
+@independent
 def qk_norm_rope_store(device: torch.device, rows: list[int], keep: int) -> tuple[Tensor, ...]:
     q, k, v = (
         poisoned(random(s, TOTAL, h, 64), rows, keep, device) for s, h in ((0, 4), (1, 2), (2, 2))

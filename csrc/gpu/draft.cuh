@@ -18,7 +18,8 @@ __global__ void grouped_conv(const float* x,             // [rows, columns]
   if (at >= count) return;
   const int64_t n = at / columns, c = at % columns, group = c / (columns / groups);
   int64_t first = 0;  // of the block that row n belongs to
-  for (int64_t s = 0; s <= sequences && cu_seqlens[s] <= n; ++s) first = cu_seqlens[s];
+  for (int64_t s = 0; s <= sequences && cu_seqlens[s] <= n; ++s)
+    first = cu_seqlens[s] > 0 ? cu_seqlens[s] : 0;
   float sum = 0.f;
   for (int64_t t = 0; t < taps && n - t >= first; ++t)
     sum = conv_tap(base[t * columns + c], coef[(n * 2 * taps + t) * groups + group],
