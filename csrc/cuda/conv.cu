@@ -10,7 +10,6 @@ namespace dflash::cuda {
 Tensor ssm_conv_step(const Tensor& x, const Tensor& state, const Tensor& weight,
                      const OptionalTensor& bias, bool silu, const Tensor& slots,
                      const OptionalTensor& num_accepted, const Tensor& cu_seqlens) {
-  static_assert(gpu::kMostTaps >= kMaxTaps);
   const ConvPlan plan =
       plan_ssm_conv_step(x, state, weight, bias, silu, slots, num_accepted, cu_seqlens);
   const ConvArgs& args = plan.args;

@@ -7,8 +7,6 @@
 
 namespace dflash::gpu {
 
-constexpr int kMostTaps = 16;
-
 // kTaps 0: args.taps. Rows of no sequence and of null slots are zero before this runs.
 template <class X, class S, int kTaps>
 __global__ void ssm_conv_step(ConvArgs args) {
@@ -27,11 +25,11 @@ __global__ void ssm_conv_step(ConvArgs args) {
     return;
   }
 
-  float weight[kTaps ? kTaps : kMostTaps];
+  float weight[kTaps ? kTaps : kMaxTaps];
   for (int t = 0; t < taps; ++t) weight[t] = args.weight[c * taps + t];
   const float start = args.bias ? args.bias[c] : 0.f;
   // window: the taps - 1 values before the row, oldest first
-  float window[kTaps ? kTaps : kMostTaps];
+  float window[kTaps ? kTaps : kMaxTaps];
   S* state = static_cast<S*>(args.state) + slot * args.slot_stride + c;
   for (int t = 0; t < taps - 1; ++t)
     window[t] = to_float(state[(accepted - 1 + t) * args.channels]);
