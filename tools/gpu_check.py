@@ -266,7 +266,7 @@ def session(tokens: int = 48) -> Json:
 def pytest_command() -> list[str]:
     missing = sorted(set(OPERATORS) - {op.name for op in on_gpu()})
     wanted = "cuda" + "".join(f" and not {name}" for name in missing)
-    return [sys.executable, "-m", "pytest", "-q", "-n", "4", "-k", wanted, "--tb=short", "-rf",
+    return [sys.executable, "-m", "pytest", "-n", "4", "-k", wanted, "--tb=short", "-rf",
             "-p", "no:cacheprovider", "tests/ops"]  # fmt: skip
 
 

@@ -24,7 +24,7 @@ def delta_inputs(
         "mixed": randn(rows, 2 * nk * dk + nv * dv),
         "a": randn(rows, nv) * 2,
         "b": randn(rows, nv) * 2,
-        "A": -randn(nv).exp(),
+        "A": -torch.randn(nv, generator=g).exp().to(device),  # exp has its own bits on a GPU
         "dt_bias": randn(nv),
         "z": randn(rows, nv * dv),
         "norm_weight": randn(dv),
