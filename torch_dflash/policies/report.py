@@ -7,7 +7,7 @@ __all__ = ["AcceptanceReport"]
 _LOG = logging.getLogger("torch_dflash")
 
 _AFTER, _BELOW = 64, 0.1  # offered tokens before a verdict; acceptance that counts as never
-_MEMORY = 64  # offered tokens that the average remembers
+_MEMORY = 192  # offered tokens that the average remembers: a hard passage is no verdict
 
 
 class AcceptanceReport:
