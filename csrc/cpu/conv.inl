@@ -1,6 +1,6 @@
 #include "core/conv.h"
+#include "core/gdn_args.h"
 #include "cpu/convert.h"
-#include "host/gdn_args.h"
 
 namespace dflash::cpu::DFLASH_ISA {
 namespace {

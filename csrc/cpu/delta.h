@@ -1,6 +1,6 @@
 // Between cpu/delta.cpp and its kernels.
 #pragma once
-#include "host/gdn_args.h"
+#include "core/gdn_args.h"
 
 namespace dflash::cpu {
 

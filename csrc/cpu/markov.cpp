@@ -10,8 +10,8 @@
 #include "cpu/draw.h"
 #include "cpu/matmul_kernel.h"
 #include "cpu/parallel.h"
-#include "cpu/tiles.h"
 #include "host/draft.h"
+#include "host/tiles.h"
 
 namespace dflash::cpu {
 namespace {

@@ -6,7 +6,7 @@
 
 #include "cpu/isa.h"
 #include "cpu/matmul_kernel.h"
-#include "cpu/tiles.h"
+#include "host/tiles.h"
 
 namespace dflash::cpu {
 namespace {

@@ -6,7 +6,7 @@
 
 namespace dflash::cpu {
 
-// Rows of a weight of one ggml type, repacked (cpu/tiles.h).
+// Rows of a weight of one ggml type, repacked (host/tiles.h).
 struct MatmulSegment {
   int32_t type;
   bool tiled;

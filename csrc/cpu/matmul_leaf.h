@@ -7,7 +7,7 @@
 #pragma once
 #include "core/act.h"
 #include "cpu/lanes.h"
-#include "cpu/tiles.h"
+#include "host/tiles.h"
 
 namespace dflash::cpu::DFLASH_ISA {
 

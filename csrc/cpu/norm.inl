@@ -1,7 +1,7 @@
+#include "core/gdn_args.h"
 #include "core/norm.h"
 #include "cpu/act.h"
 #include "cpu/convert.h"
-#include "host/gdn_args.h"
 
 namespace dflash::cpu::DFLASH_ISA {
 namespace {

@@ -3,7 +3,7 @@
 #pragma once
 #include <cstring>
 
-#include "cpu/tiles.h"
+#include "host/tiles.h"
 
 namespace dflash::cpu {
 

@@ -4,10 +4,10 @@
 
 #include <tuple>
 
-#include "cpu/tiles.h"  // repacked_bytes
 #include "cuda/launch.cuh"
 #include "cuda/operators.h"
 #include "host/draft.h"
+#include "host/tiles.h"
 
 namespace dflash::cuda {
 

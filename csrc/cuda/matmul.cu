@@ -2,9 +2,9 @@
 
 #include <torch/csrc/stable/library.h>
 
-#include "cpu/tiles.h"  // repacked_bytes: a weight has one size on every device
 #include "cuda/act.cuh"
 #include "host/matmul.h"
+#include "host/tiles.h"
 
 namespace dflash::cuda {
 namespace {

@@ -1,9 +1,9 @@
 // Causal depthwise convolution over the rows of a step, a thread per channel of a sequence.
 #pragma once
 #include "core/conv.h"
+#include "core/gdn_args.h"
 #include "gpu/sequence.cuh"
 #include "gpu/warp.cuh"
-#include "host/gdn_args.h"
 
 namespace dflash::gpu {
 

@@ -3,10 +3,10 @@
 // journal, the new rows and the write-back run in one kernel; the gated norm follows in its own.
 #pragma once
 #include "core/delta.h"
+#include "core/gdn_args.h"
 #include "core/norm.h"
 #include "gpu/sequence.cuh"
 #include "gpu/warp.cuh"
-#include "host/gdn_args.h"
 
 namespace dflash::gpu {
 

@@ -1,8 +1,8 @@
 // Residual addition and RMSNorm, a warp per row.
 #pragma once
+#include "core/gdn_args.h"
 #include "core/norm.h"
 #include "gpu/warp.cuh"
-#include "host/gdn_args.h"
 
 namespace dflash::gpu {
 

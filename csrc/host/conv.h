@@ -3,8 +3,8 @@
 
 #include <algorithm>
 
+#include "core/gdn_args.h"
 #include "host/float_rows.h"
-#include "host/gdn_args.h"
 
 namespace dflash {
 

@@ -3,9 +3,9 @@
 
 #include <algorithm>
 
+#include "core/gdn_args.h"
 #include "host/act.h"
 #include "host/float_rows.h"
-#include "host/gdn_args.h"
 
 namespace dflash {
 

@@ -1,9 +1,9 @@
 #pragma once
 #include <torch/csrc/stable/ops.h>
 
+#include "core/gdn_args.h"
 #include "host/act.h"
 #include "host/float_rows.h"
-#include "host/gdn_args.h"
 
 namespace dflash {
 

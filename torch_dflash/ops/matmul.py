@@ -45,7 +45,7 @@ def repack(packed: Tensor, ggml_type: int, columns: int) -> Tensor:
     Raises:
         RuntimeError: unknown type id, or bytes that do not hold ``columns`` values.
 
-    Source: ``csrc/cpu/tiles.h``. Backends: CPU, CUDA. Not differentiable.
+    Source: ``csrc/host/tiles.h``. Backends: CPU, CUDA. Not differentiable.
     """
     return torch.ops.dflash.repack.default(packed, ggml_type, columns)
 
@@ -65,7 +65,7 @@ def unpack(weight: Tensor, ggml_type: int, rows: int, columns: int) -> Tensor:
     Raises:
         RuntimeError: unknown type id, a wrong size, or bytes that are no tile of that type.
 
-    Source: ``csrc/cpu/tiles.h``. Backends: CPU, CUDA. Not differentiable.
+    Source: ``csrc/host/tiles.h``. Backends: CPU, CUDA. Not differentiable.
     """
     return torch.ops.dflash.unpack.default(weight, ggml_type, rows, columns)
 

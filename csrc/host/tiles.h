@@ -1,4 +1,5 @@
-// The layout in which the CPU matmul reads weights of the six types it decodes itself.
+// The layout in which the CPU matmul reads weights of the six types it decodes itself. It stands
+// here because a weight has its size on every device.
 //
 // Sixteen rows side by side; the last tile's missing rows are zero quants. A vector of 64 bytes
 // holds four consecutive values k of all sixteen rows, "a quad": byte 4 r + k % 4. So a row is a
