@@ -50,9 +50,9 @@ DFLASH_INLINE Ints and_ints(Ints a, Ints b) {
 DFLASH_INLINE Ints xor_ints(Ints a, Ints b) {
   return _mm512_xor_si512(a, b);
 }
-// a | (b & mask)
-DFLASH_INLINE Ints insert_bits(Ints a, Ints b, Ints mask) {
-  return _mm512_ternarylogic_epi32(a, b, mask, 0xf8);
+// Bits of a where the mask has ones, of b elsewhere.
+DFLASH_INLINE Ints select_bits(Ints mask, Ints a, Ints b) {
+  return _mm512_ternarylogic_epi32(a, b, mask, 0xe4);
 }
 // Int16 lanes; the count is a constant once the loop around it is unrolled.
 DFLASH_INLINE Ints shift_left(Ints a, int bits) {
@@ -148,8 +148,8 @@ DFLASH_INLINE Ints and_ints(Ints a, Ints b) {
 DFLASH_INLINE Ints xor_ints(Ints a, Ints b) {
   return _mm256_xor_si256(a, b);
 }
-DFLASH_INLINE Ints insert_bits(Ints a, Ints b, Ints mask) {
-  return _mm256_or_si256(a, _mm256_and_si256(b, mask));
+DFLASH_INLINE Ints select_bits(Ints mask, Ints a, Ints b) {
+  return _mm256_or_si256(_mm256_and_si256(mask, a), _mm256_andnot_si256(mask, b));
 }
 // Int16 lanes; the count is a constant once the loop around it is unrolled.
 DFLASH_INLINE Ints shift_left(Ints a, int bits) {

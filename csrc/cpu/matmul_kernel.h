@@ -1,5 +1,6 @@
 // The CPU matmul's arguments, for kernels that know nothing of torch.
 #pragma once
+#include <algorithm>
 #include <cstdint>
 
 #include "core/act.h"
@@ -41,11 +42,13 @@ struct MatmulGluCall {
   int32_t* countdown;  // [ceil(gate.rows / 256)], any contents; null without `packed`
 };
 
-// Tiles a thread claims at once, so that a claim is worth its cost: about two microseconds.
+// Tiles a thread claims at once: at most about a microsecond of work, so that a thread that was
+// held up leaves little undone, and eight pieces at least; all of them when a second thread would
+// not pay.
 inline int64_t matmul_grain(int64_t tiles, const MatmulRows& x) {
-  const int64_t per_tile = 16 * x.columns * (x.count < 1 ? 1 : x.count);
-  const int64_t grain = 49152 / per_tile;
-  return tiles * per_tile < 98304 ? tiles : grain < 1 ? 1 : grain;
+  const int64_t per_tile = 16 * x.columns * x.count;
+  if (tiles * per_tile < 98304) return tiles;
+  return std::max<int64_t>(1, std::min(49152 / per_tile, tiles / 8));
 }
 
 namespace avx2 {

@@ -1,5 +1,5 @@
 // One leaf (up to four superblocks) of a weight tile times N activation rows: the inner loop of the
-// CPU matmul. core/matmul.h states its arithmetic for one row; the bits are the same.
+// CPU matmul. docs/contracts.md, section 2, states its arithmetic.
 //
 // Integers stay exact. Per superblock and plane |sum of scale * dot|, offsets of unsigned codes
 // included, is at most: Q4_K, Q5_K 63 * 31 * 127 * 256 = 6.4e7; Q6_K 128 * 63 * 127 * 256 = 2.7e8;
@@ -37,12 +37,15 @@ DFLASH_INLINE void two_quads(const uint8_t* nibbles, Ints high, int i, Ints tabl
   constexpr int kPlanes = F::kType == IQ4_XS::kType ? 0 : Tile<F>::kBits - 4;
   const Ints low_mask = set1_bytes(15);
   const Ints pair = load_ints(nibbles + i * kVector);
-  w[0] = and_ints(pair, low_mask);
-  w[1] = and_ints(shift_left(pair, -4), low_mask);
-  if constexpr (kPlanes > 0) {
-    const Ints mask = set1_bytes(kPlanes == 1 ? 0x10 : 0x30);
-    w[0] = insert_bits(w[0], shift_left(high, 4 - kPlanes * 2 * i), mask);
-    w[1] = insert_bits(w[1], shift_left(high, 4 - kPlanes * (2 * i + 1)), mask);
+  if constexpr (kPlanes == 0) {
+    w[0] = and_ints(pair, low_mask);
+    w[1] = and_ints(shift_left(pair, -4), low_mask);
+  } else {
+    // both quads' high bits: in the lower half of a byte and, where they belong, in the upper one
+    const Ints bits =
+        and_ints(shift_left(high, -kPlanes * i), set1_bytes(kPlanes == 1 ? 0x11 : 0x33));
+    w[0] = select_bits(low_mask, pair, shift_left(bits, 4));
+    w[1] = select_bits(low_mask, shift_left(pair, -4), bits);
   }
   if constexpr (F::kType == IQ4_XS::kType) {
     w[0] = pick(table, w[0]);
@@ -53,27 +56,19 @@ DFLASH_INLINE void two_quads(const uint8_t* nibbles, Ints high, int i, Ints tabl
 // Sums of products of a group with N rows, planes hi and lo.
 template <int kBits, int N>
 struct GroupDots {
-  // one row alone would wait for its two chains of additions: with VNNI it gets four
-  static constexpr int kChains = N == 1 && kParts == 1 ? 2 : 1;
-  Dot<kBits> sum[kChains][N][2];
+  Dot<kBits> sum[N][2];
 
   __attribute__((always_inline)) void clear() {
     DFLASH_UNROLL
-    for (int c = 0; c < kChains; ++c) DFLASH_UNROLL
-    for (int n = 0; n < N; ++n) sum[c][n][0].total = sum[c][n][1].total = zero_ints();
+    for (int n = 0; n < N; ++n) sum[n][0].total = sum[n][1].total = zero_ints();
   }
   __attribute__((always_inline)) void add(int quad, Ints weights, const ActGroup* const (&x)[N],
                                           int at) {
-    Dot<kBits>(&to)[N][2] = sum[quad % kChains];
     DFLASH_UNROLL
     for (int n = 0; n < N; ++n) {
-      to[n][0].add(quad, weights, broadcast(x[n]->hi + at));
-      to[n][1].add(quad, weights, broadcast(x[n]->lo + at));
+      sum[n][0].add(quad, weights, broadcast(x[n]->hi + at));
+      sum[n][1].add(quad, weights, broadcast(x[n]->lo + at));
     }
-  }
-  __attribute__((always_inline)) Ints total(int n, int plane) const {
-    if constexpr (kChains == 1) return sum[0][n][plane].total;
-    return add_ints(sum[0][n][plane].total, sum[kChains - 1][n][plane].total);
   }
 };
 
@@ -125,7 +120,7 @@ DFLASH_INLINE void superblock(const uint8_t* tile, const uint8_t* halves,
       DFLASH_UNROLL
       for (int n = 0; n < N; ++n) DFLASH_UNROLL
       for (int p = 0; p < 2; ++p)
-        acc[n][p] = add_ints(acc[n][p], mul_ints(scale, dots.total(n, p)));
+        acc[n][p] = add_ints(acc[n][p], mul_ints(scale, dots.sum[n][p].total));
     }
   }
 
@@ -187,7 +182,7 @@ DFLASH_INLINE void blocks(const uint8_t* codes, const uint8_t* halves, int64_t c
       DFLASH_UNROLL
       for (int n = 0; n < N; ++n) DFLASH_UNROLL
       for (int p = 0; p < 2; ++p)
-        dots.sum[0][n][p].total =
+        dots.sum[n][p].total =
             dot_words(zero_ints(), set1_words(-kCodeOffset<F>), broadcast(sums_at(x[n], p, b)));
     }
     DFLASH_UNROLL
@@ -208,7 +203,7 @@ DFLASH_INLINE void blocks(const uint8_t* codes, const uint8_t* halves, int64_t c
     const Floats d = halves_to_floats(halves);
     DFLASH_UNROLL
     for (int n = 0; n < N; ++n) {
-      const Ints planes[2] = {dots.total(n, 0), dots.total(n, 1)};
+      const Ints planes[2] = {dots.sum[n][0].total, dots.sum[n][1].total};
       value[n] = fma_lanes(d, join_planes(planes), value[n]);
     }
   }

@@ -127,6 +127,12 @@ inline void get_nibbles(const uint8_t* lane, int count, uint8_t* codes) {
   }
 }
 
+// Where the high bits of quad j of a group lie in its vector's bytes.
+template <int kPlanes>
+constexpr int high_shift(int j) {
+  return j / 2 * kPlanes + j % 2 * 4;
+}
+
 // Writes superblock b (K-quants) or block b (Q8_0, Q4_0) of row r of a tile from its quant.
 template <class F>
 void put_quant(const uint8_t* quant, int64_t columns, int64_t b, int r, uint8_t* tile) {
@@ -149,7 +155,8 @@ void put_quant(const uint8_t* quant, int64_t columns, int64_t b, int r, uint8_t*
         constexpr int kQuads = 8 / kPlanes;
         uint32_t word = 0;
         for (int j = 0; j < kQuads; ++j)
-          word |= (word_at(codes + 4 * (v * kQuads + j)) >> 4 & kLowNibbles) << kPlanes * j;
+          word |= (word_at(codes + 4 * (v * kQuads + j)) >> 4 & kLowNibbles)
+                  << high_shift<kPlanes>(j);
         put_word(to + T::kHigh + v * kVector + 4 * r, word);
       }
   } else {
@@ -186,8 +193,9 @@ bool get_quant(const uint8_t* tile, int64_t columns, int64_t b, int r, uint8_t* 
         const uint32_t word = word_at(from + T::kHigh + v * kVector + 4 * r);
         for (int j = 0; j < kQuads; ++j) {
           uint8_t* to = codes + 4 * (v * kQuads + j);
-          put_word(to, word_at(to) | (word >> kPlanes * j & 0x01010101u * ((1u << kPlanes) - 1))
-                                         << 4);
+          put_word(to, word_at(to) |
+                           (word >> high_shift<kPlanes>(j) & 0x01010101u * ((1u << kPlanes) - 1))
+                               << 4);
         }
       }
     return QuantCodes<F>::write(codes, scales, mins, quant);

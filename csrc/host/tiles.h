@@ -9,8 +9,8 @@
 //   K-quants, IQ4_XS   per superblock of 256: half d[16], half dmin[16] (or zeros), scales, mins,
 //                      nibbles, high bits. Scales and mins: byte 4 r + g % 4 of vector g / 4.
 //     nibbles          vector i: quad 2 i in the low nibbles, quad 2 i + 1 in the high ones
-//     high bits Q5_K   vector g: bit j belongs to quad 8 g + j
-//     high bits Q6_K   vector g: bits 2 j, 2 j + 1 belong to quad 4 g + j
+//     high bits Q5_K   vector g: bits i and i + 4 belong to quads 2 i and 2 i + 1 of group g
+//     high bits Q6_K   vector g: bits 2 i and 2 i + 4, and the ones above, likewise
 //   Q8_0, Q4_0         half d[blocks][16], filled up to 64 bytes; then the quads (Q8_0) or nibbles
 #pragma once
 #include "core/formats/all.h"

@@ -100,7 +100,7 @@ def qmm(
     Raises:
         RuntimeError: a shape, dtype, type id or weight size above does not hold.
 
-    Formula: ``csrc/core/matmul.h``. Backends: CPU, CUDA. Not differentiable.
+    Formula: ``docs/contracts.md``, section 2. Backends: CPU, CUDA. Not differentiable.
     """
     return torch.ops.dflash.qmm.default(x, weight, types, rows, columns, bias)
 
@@ -127,7 +127,7 @@ def qmm_glu(
     Raises:
         RuntimeError: a shape, dtype, mode, type id or weight size above does not hold.
 
-    Formula: ``csrc/core/matmul.h``. Backends: CPU, CUDA. Not differentiable.
+    Formula: ``docs/contracts.md``, section 2. Backends: CPU, CUDA. Not differentiable.
     """
     return torch.ops.dflash.qmm_glu.default(x, weight, types, rows, columns, act_mode)
 
