@@ -18,8 +18,8 @@ MOVES = {
     "_local_scalar_dense", "_unsafe_view", "alias", "arange", "as_strided", "cat", "clone", "copy_",
     "detach_", "empty", "expand", "fill_", "full", "full_like", "index", "index_copy_",
     "index_put_", "item", "lift_fresh", "new_empty", "new_full", "new_zeros", "ones_like",
-    "resolve_conj", "resolve_neg", "scatter", "select", "slice", "split", "split_with_sizes", "squeeze",
-    "unsqueeze", "view", "zero_", "zeros", "zeros_like",
+    "resolve_conj", "resolve_neg", "scatter", "select", "slice", "split", "split_with_sizes",
+    "squeeze", "unsqueeze", "view", "zero_", "zeros", "zeros_like",
 }  # fmt: skip
 # Of integers and booleans only.
 INTEGER = {"_to_copy", "add", "bitwise_xor_", "clamp", "eq", "sub"}
