@@ -1,0 +1,146 @@
+"""Our target against llama.cpp: arg max where it is sure, and plain decoding speed.
+
+llama-cpp-python is built once, in an environment of its own, and is no dependency of anything:
+
+    python tools/compare_llama.py prepare FOLDER       # 640 held-out tokens, an F32 copy
+    LLAMA_PYTHON tools/compare_llama.py llama FOLDER --threads 2
+    python tools/compare_llama.py ours FOLDER --threads 2
+
+llama.cpp rounds activations to 8 bits before it multiplies by quantized weights; on an F32 copy of
+the same weights it does not. So both are run: the copy judges the model, the file itself shows what
+the rounding does to llama.cpp. The last part prints one JSON object, and fails if an arg max
+differs from llama.cpp's on the copy where its margin between the two best tokens exceeds 0.05.
+"""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).parents[1]
+MODEL = ROOT / "torch_dflash/assets/tiny/target.gguf"
+FILES, TOKENS, SURE = 4, 160, 0.05  # held-out prompts, tokens of each, margin
+SPEED_TOKENS, RUNS, PROMPT = 200, 5, 64
+
+
+def prepare(folder: Path) -> None:
+    """Write the token ids of the first held-out prompts, and the weights as F32."""
+    sys.path.insert(0, str(ROOT))
+    from benchmarks.held_out import embedded, prompts
+    from torch_dflash.gguf import GGUFFile, QuantTensor
+    from torch_dflash.gguf.writer import typed_metadata, write_gguf
+
+    _, tokenizer = embedded()
+    ids = [tokenizer.encode(p, add_special=True)[:TOKENS] for p in prompts()[:FILES]]
+    (folder / "tokens.json").write_text(json.dumps(ids))
+    with GGUFFile.open(MODEL) as file:
+        dense = {n: file.tensor(n).to_dense().float() for n in file.tensors}
+        shaped = ((n, t.reshape(file.tensors[n].shape)) for n, t in dense.items())
+        write_gguf(
+            folder / "f32.gguf",
+            file.architecture,
+            typed_metadata(file),
+            [(n, QuantTensor.from_tensor(t.contiguous())) for n, t in shaped],
+        )
+
+
+def llama(folder: Path, threads: int) -> None:
+    """Teacher-forced logits of llama.cpp on both files, and its speed on the quantized one."""
+    from llama_cpp import Llama
+
+    options = {"n_ctx": 1024, "n_threads": threads, "n_threads_batch": threads, "verbose": False}
+    ids = json.loads((folder / "tokens.json").read_text())
+    out = {}
+    for name, path in (("quantized", MODEL), ("f32", folder / "f32.gguf")):
+        model = Llama(str(path), logits_all=True, type_k=0, type_v=0, flash_attn=False, **options)
+        for n, text in enumerate(ids):
+            model.reset()
+            model.eval(text)
+            out[f"{name}_{n}"] = np.array(model.scores[: len(text)], dtype=np.float32)
+    model = Llama(str(MODEL), **options)
+    best = 0.0
+    for _ in range(RUNS):
+        model.reset()
+        model.eval(ids[0][:PROMPT])
+        began = time.perf_counter()
+        for token in (ids[1] * 4)[:SPEED_TOKENS]:
+            model.eval([token])
+        best = max(best, SPEED_TOKENS / (time.perf_counter() - began))
+    np.savez_compressed(folder / "llama.npz", speed=np.array(best), **out)
+
+
+def ours(folder: Path, threads: int) -> int:
+    """Compare, and print the figures."""
+    import torch
+
+    from torch_dflash.load import load_target
+
+    torch.set_num_threads(threads)
+    target = load_target(MODEL)
+    stored = np.load(folder / "llama.npz")
+    ids = json.loads((folder / "tokens.json").read_text())
+    facts: dict[str, object] = {"threads": threads, "tokens": sum(map(len, ids))}
+    missed = 0
+    mine = []
+    with torch.inference_mode():
+        for text in ids:
+            target.reset()
+            rows = []
+            for chunk in torch.tensor(text).split(target.max_rows):
+                rows.append(target.verify(chunk).logits)
+                target.commit(chunk.shape[0])
+            mine.append(torch.cat(rows))
+        for name in ("f32", "quantized"):
+            theirs = torch.cat([torch.from_numpy(stored[f"{name}_{n}"]) for n in range(len(ids))])
+            here = torch.cat(mine)
+            best = theirs.topk(2).values
+            sure = best[:, 0] - best[:, 1] > SURE
+            same = here.argmax(-1) == theirs.argmax(-1)
+            difference = float((here - theirs).abs().max())
+            facts[name] = {
+                "sure": int(sure.sum()),
+                "equal_where_sure": int((sure & same).sum()),
+                "largest_logit_difference": round(difference, 4),
+            }
+            if name == "f32":
+                missed = int((sure & ~same).sum())
+        speed = 0.0
+        for _ in range(RUNS):  # the same loop as llama.cpp's: one row a step, no sampling
+            target.reset()
+            target.prefill(torch.tensor(ids[0][:PROMPT]))
+            began = time.perf_counter()
+            for token in torch.tensor((ids[1] * 4)[:SPEED_TOKENS]).split(1):
+                target.verify(token)
+                target.commit(1)
+            speed = max(speed, SPEED_TOKENS / (time.perf_counter() - began))
+    llama_speed = float(stored["speed"])
+    facts |= {
+        "ours_tok_s": round(speed, 1),
+        "llama_cpp_tok_s": round(llama_speed, 1),
+        "ratio": round(speed / llama_speed, 3),
+    }
+    print(json.dumps(facts))
+    return 1 if missed else 0
+
+
+def main() -> int:
+    """Run one of the three parts."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("part", choices=("prepare", "llama", "ours"))
+    parser.add_argument("folder", type=Path, help="for the files between the parts")
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args()
+    if args.part == "prepare":
+        prepare(args.folder)
+        return 0
+    if args.part == "llama":
+        llama(args.folder, args.threads)
+        return 0
+    return ours(args.folder, args.threads)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
