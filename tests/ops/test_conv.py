@@ -132,6 +132,12 @@ def test_history_is_rounded_to_the_state_but_the_row_itself_is_not(device):
     assert out.flatten().tolist() == [1 + 2**-12, 1.0]
 
 
+def test_the_sum_starts_from_the_bias(device):
+    conv = Conv(20, 4, F32, device)
+    conv.weight.zero_()
+    assert torch.equal(conv(inputs(2, 20, device), [1], [2], silu=False)[1], conv.bias)
+
+
 @pytest.mark.parametrize("accepted", [None, [1], [0], [-3]])
 def test_num_accepted_counts_from_one(device, accepted):
     x = inputs(2, 16, device)
