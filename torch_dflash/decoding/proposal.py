@@ -1,10 +1,10 @@
-"""What passes between the stages of a step."""
+"""What a drafter hands to the rest of a step."""
 
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-__all__ = ["Acceptance", "Proposal"]
+__all__ = ["Proposal"]
 
 
 @dataclass(frozen=True)
@@ -51,16 +51,3 @@ class Proposal:
             confidence=cut(self.confidence),
             parents=cut(self.parents),
         )
-
-
-@dataclass(frozen=True)
-class Acceptance:
-    """What the target made of a proposal.
-
-    Attributes:
-        length: int32 ``[S]``, draft tokens accepted.
-        next: int64 ``[S]``, the bonus token: the next anchor.
-    """
-
-    length: Tensor
-    next: Tensor

@@ -60,7 +60,7 @@ def _as_row(vector: QuantTensor) -> QuantTensor:
 
 
 class Attention(Module):
-    """Block attention over the context and the block itself; E3 and E5 of docs/formats.md."""
+    """Block attention over the context and the block itself."""
 
     inv_freq: Tensor
     q_norm: Tensor
@@ -234,7 +234,7 @@ class DFlash(Drafter):
         self.cache = KVCache(c.num_layers, c.num_kv_heads, c.head_dim, self.kv_dtype, self.device)
 
     def commit(self, target_hidden: Tensor) -> None:
-        """Append committed rows to the context: E2 and E3."""
+        """Append committed rows to the context: fused, normed, and as K and V of every layer."""
         rows = target_hidden.shape[0]
         if rows == 0:
             return
@@ -259,7 +259,7 @@ class DFlash(Drafter):
         return (self.own_head or self.target_vocabulary[0].head).from_float(hidden)
 
     def forward(self, anchor: Tensor, rows: int) -> Tensor:
-        """Run one block of ``rows`` rows, E4 to E6.
+        """Run one block of ``rows`` rows: the anchor, then mask tokens.
 
         Args:
             anchor: int64 ``[1]``.
@@ -291,7 +291,7 @@ class DFlash(Drafter):
             )
 
     def propose(self, anchor: Tensor, draft_tokens: int, sampling: SamplingParams) -> Proposal:
-        """Draft one block: rows 1.. of the block predict the tokens at their own positions, E8."""
+        """Draft one block: rows 1.. predict the tokens at their own positions."""
         self.check_draft_tokens(draft_tokens)
         logits = self.head(self.forward(anchor, draft_tokens + 1)[1:])
         c = self.config

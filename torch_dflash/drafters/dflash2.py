@@ -18,7 +18,7 @@ PREPARE, FINISH = 0, 1  # the two sides of a convolution: the sublayer's input, 
 
 
 class ConvLayer(Layer):
-    """A DFlash layer whose sublayers are wrapped in convolutions along the block (E7)."""
+    """A DFlash layer whose sublayers are wrapped in convolutions along the block."""
 
     attention_base: Tensor
     mlp_base: Tensor
@@ -65,7 +65,7 @@ class DFlash2(DFlash):
         self.hidden_projection = QuantLinear([selector.weight("hidden_projection.weight")])
 
     def propose(self, anchor: Tensor, draft_tokens: int, sampling: SamplingParams) -> Proposal:
-        """Draft one block: the best path through the top-k candidates of each row (E9)."""
+        """Draft one block: the best path through the top-k candidates of each row."""
         self.check_draft_tokens(draft_tokens)
         hidden = self.forward(anchor, draft_tokens + 1)[1:]
         c = self.config

@@ -31,7 +31,7 @@ class DSpark(DFlash):
         self.register_buffer("confidence_bias", bias, persistent=False)
 
     def propose(self, anchor: Tensor, draft_tokens: int, sampling: SamplingParams) -> Proposal:
-        """Draft one block: each token conditions the next through the Markov table (E10, E11)."""
+        """Draft one block: each token conditions the next through the Markov table."""
         self.check_draft_tokens(draft_tokens)
         if self.config.sample_from_anchor:
             hidden = self.forward(anchor, draft_tokens)
