@@ -22,7 +22,9 @@ struct Job {
   void* context;
   int64_t count, grain;
   std::atomic<int64_t> next{0};
+  // Of several pieces that fail, the first in order is reported, however the threads ran.
   std::exception_ptr error;
+  int64_t error_begin = 0;
   std::mutex error_lock;
 
   void work() {
@@ -33,7 +35,10 @@ struct Job {
         body(context, begin, std::min(begin + grain, count));
       } catch (...) {
         const std::lock_guard hold(error_lock);
-        if (!error) error = std::current_exception();
+        if (!error || begin < error_begin) {
+          error = std::current_exception();
+          error_begin = begin;
+        }
       }
     }
   }
