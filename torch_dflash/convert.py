@@ -1,4 +1,4 @@
-"""Hugging Face folders to GGUF files, targets and drafters."""
+"""Between Hugging Face folders and GGUF files: targets and drafters."""
 
 from pathlib import Path
 from typing import Any, Final
@@ -6,7 +6,11 @@ from typing import Any, Final
 import torch
 
 from .drafters.checkpoint import read_checkpoint
+from .drafters.config import check_against_target
+from .drafters.resolve import Overrides
+from .drafters.target_shape import target_shape
 from .drafters.to_gguf import write_drafter
+from .drafters.to_hf import write_folder
 from .gguf import (
     GGUFFile,
     QuantTensor,
@@ -17,8 +21,9 @@ from .gguf import (
     write_gguf,
 )
 from .hf import CheckpointError, open_safetensors, read_config
+from .safetensors_file import Progress
 
-__all__ = ["convert_drafter", "convert_target"]
+__all__ = ["convert_drafter", "convert_target", "prepare_drafter"]
 
 _MODELS: Final = ("qwen3_5", "qwen3_5_text")
 # general.file_type by the type of the largest tensor; it is a hint for people
@@ -91,6 +96,40 @@ def convert_drafter(
         dtype=dtype,
         file_type=_file_type([*checkpoint.tensors.items()]) if dtype is None else _of(dtype),
     )
+
+
+def prepare_drafter(
+    path: str | Path,
+    folder: str | Path,
+    *,
+    target: str | Path | None = None,
+    dtype: torch.dtype | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Write a drafter as a Hugging Face folder that unmodified vLLM and SGLang load.
+
+    Args:
+        path: a GGUF file (or a folder in another layout, such as speculators').
+        folder: must not exist yet, or be empty; it appears complete or not at all.
+        target: its target, a GGUF file or a folder with ``config.json``. It says how deep it is
+            and how large its vocabulary, which a GGUF drafter leaves to it, and is checked.
+        dtype: of the weights: float32, float16 or bfloat16; None: that of the plain matrices if
+            they agree, else bfloat16. Quantized weights are decoded.
+        progress: called with the tensor's name, bytes done and bytes in all.
+
+    Raises:
+        CheckpointError, GGUFError: not a drafter, one that does not match the target, or one that
+            the layout cannot express.
+        OSError: the folder cannot be written.
+    """
+    shape = None if target is None else target_shape(target)
+    overrides = None
+    if shape is not None:
+        overrides = Overrides(num_target_layers=shape.num_layers, vocab_size=shape.vocab_size)
+    checkpoint = read_checkpoint(path, overrides=overrides)
+    if shape is not None:
+        check_against_target(checkpoint.config, shape, str(path))
+    write_folder(folder, checkpoint, dtype=dtype, progress=progress)
 
 
 def _context_length(folder: Path) -> int:

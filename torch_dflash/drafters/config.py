@@ -35,6 +35,7 @@ class DrafterConfig:
         target_layer_ids: captured layers in the order of the columns of ``fc``; id ``i`` is the
             output of decoder layer ``i`` before the final norm.
         num_target_layers: depth of the target, None if the file does not say.
+        context_length: positions it was trained for, None if the file does not say.
         layers: mask of each layer.
         attention_sinks: each head has a sink logit.
         value_scale: factor on V.
@@ -87,6 +88,7 @@ class DrafterConfig:
     markov_rank: int | None = None
     markov_head_type: MarkovHead | None = None
     confidence: Confidence | None = None
+    context_length: int | None = None
     sources: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
     notes: tuple[str, ...] = field(default=(), repr=False, compare=False)
 

@@ -44,11 +44,12 @@ _KEYS: Final = {
     "input_embedding_scale": ("embedding_scale", "input_embedding_scale"),
     "logit_scale": ("logit_scale", "output_multiplier"),
     "final_logit_softcapping": ("final_logit_softcapping",),
+    "context_length": ("context_length",),
 }
 
 # read elsewhere, or of no meaning for a drafter
 _KNOWN: Final = re.compile(
-    r"context_length|rope\.dimension_sections|rope\.scaling\.(?:finetuned|yarn_log_multiplier)|"
+    r"rope\.dimension_sections|rope\.scaling\.(?:finetuned|yarn_log_multiplier)|"
     r"dflash\.dspark\.confidence_dim|dflash\.n_target_(?:layers|features)|dflash\.domino\..*"
 )
 
@@ -112,6 +113,7 @@ def config_from_gguf(
     r.block_size()
     v["sample_from_anchor"] = _anchor(r, arch, kind)
     _context(r, arch)
+    r.context_length()
     v["rope"] = overrides.rope or rope_from_gguf(fields, arch, v["head_dim"])
     if overrides.rope:
         fields.sources["rope.theta"] = "override"

@@ -40,6 +40,7 @@ _KEYS: Final = {
     "output_multiplier": ("output_multiplier", "logit_scale"),
     "input_embedding_scale": ("input_embedding_scale",),
     "logit_scale": ("logit_scale",),
+    "context_length": ("max_position_embeddings",),
 }
 
 # in dflash_config, of no meaning for a drafter that runs
@@ -98,6 +99,7 @@ def config_from_hf(
     speculators = bool(fields.found("transformer_layer_config", "speculators_model_type"))
     _block(r, kind, speculators)
     _context(r)
+    r.context_length()
     types = layer_types(fields, v["num_layers"]) or []
     v["rope"] = overrides.rope or rope_from_hf(fields, v["head_dim"], types)
     if overrides.rope:

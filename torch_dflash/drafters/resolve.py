@@ -298,6 +298,12 @@ class Resolver:
             f.note(f"block_size: the file does not say, {size} is assumed")
         self.values["block_size"] = size
 
+    def context_length(self) -> None:
+        """Positions the drafter was trained for, if the file says."""
+        field = "context_length"
+        self.values[field] = self.fields.optional(int, field, *self.keys[field], low=1)
+        self.fields.sources.setdefault(field, "not in the file")
+
     def build(self, tensors_in: str) -> DrafterConfig:
         """The config, checked against every tensor if there are any."""
         config = DrafterConfig(
