@@ -1,6 +1,7 @@
 # Every command a contributor needs. Each builds the environment it runs in first.
 VENV ?= .venv
 PYTHON ?= python3
+VLLM_VENV ?= .venv-vllm
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check --quiet
 BACKEND ?= $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo cuda || echo cpu)
@@ -9,7 +10,7 @@ COMPILE = @mkdir -p build && echo "compiling for $(1), see build/log" && \
 	DFLASH_BACKEND=$(1) $(PY) setup.py build_ext --inplace >build/log 2>&1 || { grep -E 'error|FAILED' build/log | head -n 20; exit 1; }
 CXX_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.inl' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh')
 
-.PHONY: demo test lint format bench build cuda wheel test-abi clean
+.PHONY: demo test test-vllm lint format bench build cuda wheel test-abi clean
 .DEFAULT_GOAL := demo
 
 # The package is installed without its libraries: `build` puts those beside it, file by file.
@@ -29,6 +30,14 @@ demo: build
 
 test: build
 	$(PY) -m pytest
+
+# Real vLLM engines on the CPU, in an environment of their own.
+$(VLLM_VENV)/ready: pyproject.toml requirements-dev.txt requirements-vllm.txt tools/vllm_env.py
+	$(PYTHON) tools/vllm_env.py $(VLLM_VENV)
+	@touch $@
+
+test-vllm: build $(VLLM_VENV)/ready
+	$(VLLM_VENV)/bin/python -m pytest tests/vllm
 
 lint: $(VENV)/ready
 	$(VENV)/bin/ruff check .
