@@ -13,6 +13,7 @@ from .drafters.to_gguf import write_drafter
 from .drafters.to_hf import write_folder
 from .gguf import (
     GGUFFile,
+    Progress,
     QuantTensor,
     qwen35_metadata,
     qwen35_tensors,
@@ -21,7 +22,6 @@ from .gguf import (
     write_gguf,
 )
 from .hf import CheckpointError, open_safetensors, read_config
-from .safetensors_file import Progress
 
 __all__ = ["convert_drafter", "convert_target", "prepare_drafter"]
 

@@ -2,16 +2,14 @@
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from .gguf import Progress
 from .gguf.deferred import Stored, pieces_of
 
-__all__ = ["Progress", "write_safetensors"]
-
-# what is written now, and how many of how many bytes are
-Progress = Callable[[str, int, int], None]
+__all__ = ["write_safetensors"]
 
 _DTYPES: Final = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1}
 
@@ -58,7 +56,7 @@ def write_safetensors(
         file.write(text)
         for name, tensor in ordered:
             for piece in pieces_of(tensor):
-                piece.contiguous().numpy().tofile(file)
+                file.write(piece.contiguous().numpy().data)
                 done += piece.numel()
                 if progress is not None:
                     progress(name, done, end)

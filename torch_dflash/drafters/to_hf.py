@@ -14,11 +14,10 @@ import torch
 
 from ..dtypes import INTEGERS, PLAIN
 from ..fields import CheckpointError, Fields
-from ..gguf import GGUFFile, QuantTensor
-from ..gguf.deferred import Stored, retyped
+from ..gguf import GGUFFile, Progress, QuantTensor, Stored, retyped
 from ..gguf.types import ggml_type_of
 from ..hf import read_config
-from ..safetensors_file import Progress, write_safetensors
+from ..safetensors_file import write_safetensors
 from .attention import FULL, SLIDING
 from .checkpoint import DrafterCheckpoint
 from .config import DrafterConfig

@@ -1,5 +1,6 @@
 """GGUF files: reader, writer, tensors and tokenizer."""
 
+from .deferred import DeferredTensor, Stored, retyped
 from .header import GGUFArray, GGUFError, TensorInfo, Value
 from .qwen35 import group_v_heads, qwen35_metadata, qwen35_tensors, tile_v_heads
 from .reader import GGUFFile
@@ -7,15 +8,18 @@ from .tensor import QuantTensor
 from .tokenizer import StreamDecoder, Tokenizer, TokenType, tokenizer_from_gguf
 from .types import TYPES, GGMLType
 from .vocabulary import tokenizer_metadata
-from .writer import Typed, typed_metadata, write_gguf
+from .writer import Progress, Typed, typed_metadata, write_gguf
 
 __all__ = [
     "TYPES",
+    "DeferredTensor",
     "GGMLType",
     "GGUFArray",
     "GGUFError",
     "GGUFFile",
+    "Progress",
     "QuantTensor",
+    "Stored",
     "StreamDecoder",
     "TensorInfo",
     "TokenType",
@@ -25,6 +29,7 @@ __all__ = [
     "group_v_heads",
     "qwen35_metadata",
     "qwen35_tensors",
+    "retyped",
     "tile_v_heads",
     "tokenizer_from_gguf",
     "tokenizer_metadata",

@@ -13,7 +13,7 @@ from .types import TYPES, GGMLType
 
 __all__ = ["DeferredTensor", "Stored", "pieces_of", "retyped"]
 
-_PIECE: Final = 1 << 23  # values computed in one go: 32 MB as float32
+_PIECE: Final = 1 << 22  # values computed in one go: 16 MB as float32
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,33 +65,39 @@ def pieces_of(tensor: Stored) -> Iterable[Tensor]:
 
 
 def retyped(tensor: QuantTensor, ggml_type: int, name: str = "tensor") -> Stored:
-    """A float tensor in another plain float type, a piece at a time.
+    """A float tensor in another type, a piece at a time.
 
     Args:
-        tensor: any weight type; quantized ones are decoded.
-        ggml_type: F32, F16 or BF16.
+        tensor: any weight type; quantized ones are decoded first.
+        ggml_type: F32, F16, BF16, or one that ``torch.ops.dflash.quantize`` writes.
         name: for messages.
 
     Returns:
         ``tensor`` itself where it has the type already.
 
     Raises:
-        ValueError: another type. While pieces are made: a finite value that the type rounds to
-            infinity.
+        ValueError: columns that are no whole quants. While pieces are made: a value that the type
+            rounds to infinity, or a type that cannot be written.
     """
     if tensor.ggml_type == ggml_type:
         return tensor
-    dtype = TYPES[ggml_type].dtype
-    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise ValueError(f"{name}: type must be F32, F16 or BF16, got {TYPES[ggml_type].name}")
+    kind = TYPES[ggml_type]
+    if tensor.columns % kind.elems:
+        raise ValueError(
+            f"{name}: rows must be a multiple of {kind.elems} values for {kind.name}, "
+            f"got {tensor.columns}"
+        )
 
     def pieces() -> Iterator[Tensor]:
         step = max(1, _PIECE // tensor.columns)
         for at in range(0, tensor.rows, step):
             rows = tensor.packed[at : at + step]
-            part = QuantTensor(rows, tensor.ggml_type, (len(rows), tensor.columns))
-            values = part.to_dense().to(dtype)
-            if dtype == torch.float16 and not values.isfinite().all():
+            part = QuantTensor(rows, tensor.ggml_type, (len(rows), tensor.columns)).to_dense()
+            if kind.dtype is None:
+                yield _quantized(part, ggml_type, name)
+                continue
+            values = part.to(kind.dtype)
+            if kind.dtype == torch.float16 and not values.isfinite().all():
                 raise ValueError(
                     f"{name}: values must be below 65520 for F16, got larger ones in rows "
                     f"{at}..{at + len(rows) - 1}; use bf16"
@@ -99,3 +105,11 @@ def retyped(tensor: QuantTensor, ggml_type: int, name: str = "tensor") -> Stored
             yield values.contiguous().view(torch.uint8)
 
     return DeferredTensor(ggml_type, tensor.shape, pieces)
+
+
+def _quantized(values: Tensor, ggml_type: int, name: str) -> Tensor:
+    try:
+        packed: Tensor = torch.ops.dflash.quantize.default(values, ggml_type)
+    except RuntimeError as error:
+        raise ValueError(f"{name}: {str(error).splitlines()[0]}") from None
+    return packed

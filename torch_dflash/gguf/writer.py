@@ -3,17 +3,21 @@
 import math
 import os
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, BinaryIO, Final, NamedTuple
 
+import numpy as np
 from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
 
+from .deferred import Stored, pieces_of
 from .header import GGUFArray, GGUFError
 from .reader import GGUFFile
-from .tensor import QuantTensor
 
-__all__ = ["Typed", "typed_metadata", "write_gguf"]
+__all__ = ["Progress", "Typed", "typed_metadata", "write_gguf"]
+
+# the tensor that is written now, and how many of how many bytes are
+Progress = Callable[[str, int, int], None]
 
 _TYPES: Final = {t.name.lower(): t for t in GGUFValueType if t != GGUFValueType.ARRAY}
 _INTEGERS: Final = {
@@ -51,9 +55,10 @@ def write_gguf(
     path: str | os.PathLike[str],
     architecture: str,
     metadata: Mapping[str, Typed],
-    tensors: Iterable[tuple[str, QuantTensor]],
+    tensors: Iterable[tuple[str, Stored]],
     *,
     alignment: int = 32,
+    progress: Progress | None = None,
 ) -> None:
     """Write a GGUF v3 file; it appears under its name complete or not at all.
 
@@ -61,9 +66,10 @@ def write_gguf(
         path: the file; one that exists is replaced, also if ``tensors`` are views of it.
         architecture: ``general.architecture``.
         metadata: the other keys, in the order they are to have.
-        tensors: names and tensors in file order.
+        tensors: names and tensors in file order; deferred ones are computed piece by piece.
         alignment: of the tensor data; a power of two of at least 8. Written to the file where it
             is not the default of 32.
+        progress: called after every piece.
 
     Raises:
         GGUFError: a key, value or tensor that the format cannot hold.
@@ -85,30 +91,55 @@ def write_gguf(
             writer.add_custom_alignment(alignment)
         for key, (kind, value) in metadata.items():
             _add_value(writer, path, key, kind, value)
-        names: set[str] = set()
+        held: dict[str, Stored] = {}
         for name, tensor in tensors:
-            _check_tensor(path, name, tensor, names)
-            names.add(name)
+            _check_tensor(path, name, tensor, held)
+            held[name] = tensor
             width = tensor.type.row_bytes(tensor.columns)
-            writer.add_tensor(
+            writer.add_tensor_info(
                 name,
-                tensor.packed.cpu().numpy(),
-                raw_shape=(*tensor.shape[:-1], width),
-                raw_dtype=GGMLQuantizationType(tensor.ggml_type),
+                (*tensor.shape[:-1], width),
+                np.dtype(np.uint8),
+                tensor.nbytes,
+                GGMLQuantizationType(tensor.ggml_type),
             )
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
+        writer.write_ti_data_to_file()
         if writer.fout:
+            _write_data(writer.fout[0], held, alignment, progress)
             os.fsync(writer.fout[0].fileno())
         writer.close()
         with GGUFFile.open(temporary) as file:  # what we write, we can read
-            if file.tensors.keys() != names:
+            if file.tensors.keys() != held.keys():
                 raise GGUFError(f"{path}: the file must hold the tensors given, got others")
         os.replace(temporary, path)
+    except OSError as error:
+        raise _named(error, path) from None
     finally:
         writer.close()
         temporary.unlink(missing_ok=True)
+
+
+def _write_data(
+    file: BinaryIO, tensors: Mapping[str, Stored], alignment: int, progress: Progress | None
+) -> None:
+    done, total = 0, sum(t.nbytes for t in tensors.values())
+    file.write(bytes(-file.tell() % alignment))
+    for name, tensor in tensors.items():
+        for piece in pieces_of(tensor):
+            file.write(piece.cpu().contiguous().numpy().data)
+            done += piece.numel()
+            if progress is not None:
+                progress(name, done, total)
+        file.write(bytes(-tensor.nbytes % alignment))
+
+
+def _named(error: OSError, path: Path) -> OSError:
+    """The same error about the file that was asked for, not about the temporary one."""
+    if error.errno is None:
+        return error
+    return OSError(error.errno, error.strerror, str(path))
 
 
 def _add_value(writer: GGUFWriter, path: Path, key: str, kind: str, value: Any) -> None:
@@ -145,7 +176,7 @@ def _check_scalar(path: Path, key: str, kind: str, value: Any) -> None:
         raise GGUFError(f"{path}: {key!r} must be {kind}, got {value!r:.60}")
 
 
-def _check_tensor(path: Path, name: str, tensor: QuantTensor, names: set[str]) -> None:
+def _check_tensor(path: Path, name: str, tensor: Stored, names: Container[str]) -> None:
     if not 1 <= len(name.encode()) <= _MAX_NAME:
         raise GGUFError(f"{path}: a tensor name must have 1 to {_MAX_NAME} bytes, got {name!r}")
     if name in names:
