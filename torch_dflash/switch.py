@@ -16,6 +16,7 @@ from . import ops
 __all__ = ["reference_of", "replaced", "switchable", "use_reference"]
 
 Function = Callable[..., Any]
+_KERNELS = {name: f for name, f in vars(ops).items() if callable(f)}
 _LAYOUTS = {"repack", "unpack"}  # their results only mean something to the kernels that read them
 
 
@@ -77,6 +78,7 @@ def _set(functions: Mapping[str, Function]) -> dict[str, Function]:
     before = {name: getattr(ops, name) for name in functions}
     for name, function in functions.items():
         setattr(ops, name, function)
+        (ops.REPLACED.discard if function is _KERNELS[name] else ops.REPLACED.add)(name)
     return before
 
 

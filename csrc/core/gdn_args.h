@@ -9,6 +9,8 @@ struct NormArgs {
   FloatRows x;     // [rows, columns]; data null: no addition
   void* residual;  // [rows, columns]
   FloatType residual_type;
+  void* capture;  // [rows, columns] of residual's type, or null
+  int64_t capture_stride;
   const void* weight;  // [columns]
   FloatType weight_type;
   float eps;

@@ -3,6 +3,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include "cpu/act_kernel.h"
+#include "cpu/graph.h"
 #include "cpu/isa.h"
 #include "host/dispatch.h"
 
@@ -27,7 +28,7 @@ Tensor quant_act(const Tensor& x, int64_t act_mode) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(dflash, CPU, m) {
-  m.impl("quant_act", TORCH_BOX(&quant_act));
+  m.impl("quant_act", TORCH_BOX(&Recorded<&quant_act>::call));
 }
 
 }  // namespace dflash::cpu

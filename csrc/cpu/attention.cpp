@@ -7,6 +7,7 @@
 
 #include "core/attention.h"
 #include "core/mask.h"
+#include "cpu/graph.h"
 #include "cpu/isa.h"
 #include "cpu/parallel.h"
 #include "host/attention.h"
@@ -180,7 +181,7 @@ Tensor block_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_c
 }
 
 STABLE_TORCH_LIBRARY_IMPL(dflash, CPU, m) {
-  m.impl("block_attention", TORCH_BOX(&block_attention));
+  m.impl("block_attention", TORCH_BOX(&Recorded<&block_attention>::call));
 }
 
 }  // namespace dflash::cpu

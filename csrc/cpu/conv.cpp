@@ -2,6 +2,7 @@
 
 #include <torch/csrc/stable/library.h>
 
+#include "cpu/graph.h"
 #include "cpu/isa.h"
 
 namespace dflash::cpu {
@@ -24,7 +25,7 @@ Tensor ssm_conv_step(const Tensor& x, const Tensor& state, const Tensor& weight,
 }
 
 STABLE_TORCH_LIBRARY_IMPL(dflash, CPU, m) {
-  m.impl("ssm_conv_step", TORCH_BOX(&ssm_conv_step));
+  m.impl("ssm_conv_step", TORCH_BOX(&Recorded<&ssm_conv_step>::call));
 }
 
 }  // namespace dflash::cpu

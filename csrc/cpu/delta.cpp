@@ -7,6 +7,7 @@
 #include <new>
 
 #include "cpu/act_kernel.h"
+#include "cpu/graph.h"
 #include "cpu/isa.h"
 #include "host/delta.h"
 
@@ -136,10 +137,10 @@ void gdn_commit(const Tensor& state, const Tensor& slots, const Tensor& num_acce
 }
 
 STABLE_TORCH_LIBRARY_IMPL(dflash, CPU, m) {
-  m.impl("gdn_step", TORCH_BOX(&gdn_step));
-  m.impl("gdn_journal_step", TORCH_BOX(&gdn_journal_step));
-  m.impl("gdn_prefill", TORCH_BOX(&gdn_prefill));
-  m.impl("gdn_commit", TORCH_BOX(&gdn_commit));
+  m.impl("gdn_step", TORCH_BOX(&Recorded<&gdn_step>::call));
+  m.impl("gdn_journal_step", TORCH_BOX(&Recorded<&gdn_journal_step>::call));
+  m.impl("gdn_prefill", TORCH_BOX(&Recorded<&gdn_prefill>::call));
+  m.impl("gdn_commit", TORCH_BOX(&Recorded<&gdn_commit>::call));
 }
 
 }  // namespace dflash::cpu

@@ -9,6 +9,7 @@
 #include "core/sampling.h"
 #include "cpu/dequantize.h"
 #include "cpu/draw.h"
+#include "cpu/graph.h"
 #include "cpu/parallel.h"
 #include "host/draft.h"
 
@@ -136,8 +137,8 @@ std::tuple<Tensor, Tensor> selector_walk(const Tensor& ids, const Tensor& scores
 }
 
 STABLE_TORCH_LIBRARY_IMPL(dflash, CPU, m) {
-  m.impl("grouped_conv", TORCH_BOX(&grouped_conv));
-  m.impl("selector_walk", TORCH_BOX(&selector_walk));
+  m.impl("grouped_conv", TORCH_BOX(&Recorded<&grouped_conv>::call));
+  m.impl("selector_walk", TORCH_BOX(&Recorded<&selector_walk>::call));
 }
 
 }  // namespace dflash::cpu

@@ -10,6 +10,7 @@
 
 #include "core/hd.h"
 #include "core/topk.h"
+#include "cpu/graph.h"
 #include "cpu/isa.h"
 #include "cpu/parallel.h"
 #include "host/head.h"
@@ -92,7 +93,7 @@ std::tuple<Tensor, Tensor> head_topk(const Tensor& logits, int64_t k, double mul
 }
 
 STABLE_TORCH_LIBRARY_IMPL(dflash, CPU, m) {
-  m.impl("head_topk", TORCH_BOX(&head_topk));
+  m.impl("head_topk", TORCH_BOX(&Recorded<&head_topk>::call));
 }
 
 }  // namespace dflash::cpu

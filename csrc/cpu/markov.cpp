@@ -8,6 +8,7 @@
 #include "cpu/dequantize.h"
 #include "cpu/draft.h"
 #include "cpu/draw.h"
+#include "cpu/graph.h"
 #include "cpu/matmul_kernel.h"
 #include "cpu/parallel.h"
 #include "host/draft.h"
@@ -146,7 +147,7 @@ std::tuple<Tensor, Tensor, Tensor> markov_chain(
 }
 
 STABLE_TORCH_LIBRARY_IMPL(dflash, CPU, m) {
-  m.impl("markov_chain", TORCH_BOX(&markov_chain));
+  m.impl("markov_chain", TORCH_BOX(&Recorded<&markov_chain>::call));
 }
 
 }  // namespace dflash::cpu

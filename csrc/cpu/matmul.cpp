@@ -4,6 +4,7 @@
 
 #include <memory>
 
+#include "cpu/graph.h"
 #include "cpu/isa.h"
 #include "cpu/matmul_kernel.h"
 #include "host/tiles.h"
@@ -112,8 +113,8 @@ Tensor qmm_glu(const Tensor& x, const Tensor& weight, std::vector<int64_t> types
 }
 
 STABLE_TORCH_LIBRARY_IMPL(dflash, CPU, m) {
-  m.impl("qmm", TORCH_BOX(&qmm));
-  m.impl("qmm_glu", TORCH_BOX(&qmm_glu));
+  m.impl("qmm", TORCH_BOX(&Recorded<&qmm>::call));
+  m.impl("qmm_glu", TORCH_BOX(&Recorded<&qmm_glu>::call));
 }
 
 }  // namespace dflash::cpu

@@ -1,3 +1,5 @@
+#include <cstring>
+
 #include "core/gdn_args.h"
 #include "core/norm.h"
 #include "cpu/act.h"
@@ -30,6 +32,9 @@ float add_row(const NormArgs& args, int64_t row) {
       }
       values = sum;
     }
+    if (args.capture)
+      std::memcpy(static_cast<R*>(args.capture) + row * args.capture_stride + c, residual + c,
+                  size_t(n) * sizeof(R));
     tree.push(dot_leaf(values, values, n));
   }
   return tree.join();

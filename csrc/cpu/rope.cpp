@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "cpu/graph.h"
 #include "cpu/isa.h"
 #include "cpu/parallel.h"
 #include "host/dispatch.h"
@@ -79,7 +80,7 @@ Tensor qk_norm_rope_store(const std::optional<Tensor>& q, const Tensor& k, const
 }
 
 STABLE_TORCH_LIBRARY_IMPL(dflash, CPU, m) {
-  m.impl("qk_norm_rope_store", TORCH_BOX(&qk_norm_rope_store));
+  m.impl("qk_norm_rope_store", TORCH_BOX(&Recorded<&qk_norm_rope_store>::call));
 }
 
 }  // namespace dflash::cpu

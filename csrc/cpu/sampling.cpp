@@ -7,6 +7,7 @@
 #include "core/accept.h"
 #include "core/sampling.h"
 #include "cpu/draw.h"
+#include "cpu/graph.h"
 #include "cpu/parallel.h"
 #include "host/sampling.h"
 
@@ -224,11 +225,11 @@ std::tuple<Tensor, Tensor> accept_greedy(const Tensor& draft, const Tensor& offe
 }
 
 STABLE_TORCH_LIBRARY_IMPL(dflash, CPU, m) {
-  m.impl("uniform", TORCH_BOX(&uniform));
-  m.impl("sampling_probs", TORCH_BOX(&sampling_probs));
-  m.impl("categorical", TORCH_BOX(&categorical));
-  m.impl("accept", TORCH_BOX(&accept));
-  m.impl("accept_greedy", TORCH_BOX(&accept_greedy));
+  m.impl("uniform", TORCH_BOX(&Recorded<&uniform>::call));
+  m.impl("sampling_probs", TORCH_BOX(&Recorded<&sampling_probs>::call));
+  m.impl("categorical", TORCH_BOX(&Recorded<&categorical>::call));
+  m.impl("accept", TORCH_BOX(&Recorded<&accept>::call));
+  m.impl("accept_greedy", TORCH_BOX(&Recorded<&accept_greedy>::call));
 }
 
 }  // namespace dflash::cpu

@@ -8,8 +8,8 @@
 namespace dflash::cuda {
 
 Tensor add_rms_norm(const OptionalTensor& x, const Tensor& residual, const Tensor& weight,
-                    double eps, bool plus_one, int64_t act_mode) {
-  NormPlan plan = plan_add_rms_norm(x, residual, weight, eps, plus_one, act_mode);
+                    double eps, bool plus_one, int64_t act_mode, const OptionalTensor& capture) {
+  NormPlan plan = plan_add_rms_norm(x, residual, weight, eps, plus_one, act_mode, capture);
   NormArgs& args = plan.args;
   if (args.rows == 0) return plan.out;
   Tensor floats = float_rows_of(plan.out, args.rows, args.columns, act_mode);

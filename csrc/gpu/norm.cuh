@@ -16,6 +16,7 @@ __global__ void add_rms_norm(NormArgs args) {
     if (args.x.data)
       store_float(residual + c, to_float(residual[c]) +
                                     load_float(args.x.data, args.x.type, row * args.x.stride + c));
+    if (args.capture) static_cast<R*>(args.capture)[row * args.capture_stride + c] = residual[c];
     return to_float(residual[c]);
   };
   Tree<float> tree;

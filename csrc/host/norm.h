@@ -13,8 +13,8 @@ struct NormPlan {
 };
 
 inline NormPlan plan_add_rms_norm(const OptionalTensor& x, const Tensor& residual,
-                                  const Tensor& weight, double eps, bool plus_one,
-                                  int64_t act_mode) {
+                                  const Tensor& weight, double eps, bool plus_one, int64_t act_mode,
+                                  const OptionalTensor& capture) {
   constexpr const char* op = "dflash::add_rms_norm";
   check_dim(op, "residual", residual, 2, "[rows, columns]");
   check_dtype(op, "residual", residual, kFloatTypes);
@@ -36,6 +36,15 @@ inline NormPlan plan_add_rms_norm(const OptionalTensor& x, const Tensor& residua
     STD_TORCH_CHECK(!overlaps(weight, *x), op, ": weight must not share memory with x");
     STD_TORCH_CHECK(!overlaps(*x, residual), op,
                     ": x must not share memory with residual, which the operator writes");
+  }
+  if (capture) {
+    float_rows(op, "capture", *capture, "[rows, columns] like residual", rows, columns, residual);
+    check_dtype(op, "capture", *capture, {residual.scalar_type()});
+    for (const Tensor* other : {&residual, &weight, x ? &*x : &weight})
+      STD_TORCH_CHECK(!overlaps(*capture, *other), op,
+                      ": capture must share memory with no other argument");
+    args.capture = capture->mutable_data_ptr();
+    args.capture_stride = capture->stride(0);
   }
   args.residual = residual.mutable_data_ptr();
   args.residual_type = float_type(residual);

@@ -16,15 +16,29 @@ class Rows:
         positions: int64 ``[rows]``; also the rows of the caches.
         cu_seqlens: int32 ``[2]``.
         lengths: int32 ``[1]``, keys including these rows.
+
+    Args:
+        cache: has room for the rows afterwards.
+        start: position of the first row.
+        rows: how many.
+        own: tensors of its own, which :meth:`move` changes in place.
     """
 
-    def __init__(self, cache: "KVCache", start: int, rows: int) -> None:
+    def __init__(self, cache: "KVCache", start: int, rows: int, own: bool = False) -> None:
         cache.reserve(start + rows)
-        self.rows = rows
+        self.rows, self._start = rows, start
         # Views of tables that the cache keeps: making small tensors costs more than using them.
         self.positions = cache.positions[start : start + rows]
         self.lengths = cache.counts[start + rows : start + rows + 1]
         self.cu_seqlens = cache.cu_seqlens(rows)
+        if own:
+            self.positions, self.lengths = self.positions.clone(), self.lengths.clone()
+
+    def move(self, start: int) -> None:
+        """Let rows that own their tensors stand at ``start ..``."""
+        self.positions.add_(start - self._start)
+        self.lengths.add_(start - self._start)
+        self._start = start
 
 
 class KVCache:

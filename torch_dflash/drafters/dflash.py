@@ -1,12 +1,13 @@
 """DFlash: a block of mask tokens, denoised in one pass over the target's hidden states."""
 
-from collections.abc import Mapping, Sequence
-from typing import cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from .. import ops
+from ..decoding.graphs import StepGraphs
 from ..decoding.kv_cache import KVCache, Rows
 from ..decoding.proposal import Proposal
 from ..decoding.sampling import SamplingParams, sampling_rows
@@ -17,6 +18,7 @@ from .config import DrafterConfig
 
 __all__ = ["DFlash", "Tensors"]
 
+T = TypeVar("T")
 DRAFT_STREAM = 1  # of ops.uniform: independent of the target's and of the acceptance's numbers
 
 
@@ -212,6 +214,10 @@ class DFlash(Drafter):
         mask_row = t.optional("mask_embedding")
         self.mask_row = None if mask_row is None else QuantEmbedding(_as_row(mask_row))
         self._load(t)
+        self.graphs = StepGraphs()
+        # Both choose rows by the values of ids, which is not an operator of ours.
+        self.graphs.enabled = self.mask_row is None and self.d2t is None
+        self.cache = self._new_cache()
         self.reset()
 
     def _load(self, t: Tensors) -> None:
@@ -228,23 +234,36 @@ class DFlash(Drafter):
         return self._length
 
     def reset(self) -> None:
-        """Forget the sequence."""
-        c = self.config
+        """Forget the sequence; its K and V rows stay, and are never read."""
         self._length = 0
-        self.cache = KVCache(c.num_layers, c.num_kv_heads, c.head_dim, self.kv_dtype, self.device)
+        if self.cache.positions.device != self.device:
+            self.cache = self._new_cache()
+
+    def _new_cache(self) -> KVCache:
+        c = self.config
+        shape = c.num_layers, c.num_kv_heads, c.head_dim
+        return KVCache(*shape, self.kv_dtype, self.device)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        self.graphs.clear()
+        return super()._apply(fn, recurse)
 
     def commit(self, target_hidden: Tensor) -> None:
         """Append committed rows to the context: fused, normed, and as K and V of every layer."""
         rows = target_hidden.shape[0]
         if rows == 0:
             return
-        self.cache.reserve(self._length + rows)
+        if rows <= self.config.block_size:  # what a verification commits; a prompt comes once
+            self.graphs.run("commit", target_hidden, self.cache, self._length, self._append)
+        else:
+            self._append(target_hidden, Rows(self.cache, self._length, rows))
+        self._length += rows
+
+    def _append(self, target_hidden: Tensor, rows: Rows) -> None:
         fused = target_hidden if self.fc is None else self.fc.from_float(target_hidden)
         context = self.hidden_norm(None, fused)
-        positions = torch.arange(self._length, self._length + rows, device=self.device)
         for i, layer in enumerate(self.layers):
-            layer.attention.append(context, positions, self.cache, i)
-        self._length += rows
+            layer.attention.append(context, rows.positions, self.cache, i)
 
     def embed(self, ids: Tensor) -> Tensor:
         """Rows of the drafter's own embedding, or of the target's."""
@@ -268,8 +287,15 @@ class DFlash(Drafter):
         Returns:
             float32 ``[rows, hidden]`` after the final norm.
         """
-        block = Rows(self.cache, self._length, rows)
-        residual = self.embed(torch.cat([anchor, self.mask.expand(rows - 1)]))
+        return self._run("forward", self._backbone, anchor, rows).clone()
+
+    def _run(self, name: str, run: Callable[[Tensor, Rows], T], anchor: Tensor, rows: int) -> T:
+        """A pass over the anchor and ``rows - 1`` masks; its result lives until the next one."""
+        tail = self.mask.expand(rows - 1)
+        return self.graphs.run(name, anchor, self.cache, self._length, run, tail)
+
+    def _backbone(self, tokens: Tensor, block: Rows) -> Tensor:
+        residual = self.embed(tokens)
         y = None
         for layer in self.layers:
             y = layer.attend(y, residual, block, self.cache)
@@ -293,12 +319,12 @@ class DFlash(Drafter):
     def propose(self, anchor: Tensor, draft_tokens: int, sampling: SamplingParams) -> Proposal:
         """Draft one block: rows 1.. predict the tokens at their own positions."""
         self.check_draft_tokens(draft_tokens)
+        if sampling.greedy:
+            ids = self._run("greedy", self._best, anchor, draft_tokens + 1)
+            return Proposal(self._target_ids(ids.clone()), self._offered(draft_tokens))
         logits = self.head(self.forward(anchor, draft_tokens + 1)[1:])
         c = self.config
         multiplier, softcap = c.output_multiplier, c.final_logit_softcapping
-        if sampling.greedy:
-            ids = ops.head_topk(logits, 1, multiplier, softcap)[1].view(1, -1)
-            return Proposal(self._target_ids(ids), self._offered(draft_tokens))
         if multiplier != 1 or softcap != 0:  # the k best of all, put back where they were
             values, order = ops.head_topk(logits, logits.shape[1], multiplier, softcap)
             logits = logits.scatter(1, order, values)
@@ -308,6 +334,11 @@ class DFlash(Drafter):
             full = q.new_zeros(draft_tokens, self.config.vocab_size)
             q = full.index_copy_(1, self.d2t, q)
         return Proposal(self._target_ids(ids), self._offered(draft_tokens), q=q[None])
+
+    def _best(self, tokens: Tensor, block: Rows) -> Any:
+        logits, c = self.head(self._backbone(tokens, block)[1:]), self.config
+        best = ops.head_topk(logits, 1, c.output_multiplier, c.final_logit_softcapping)[1]
+        return best.view(1, -1)
 
     def _target_ids(self, ids: Tensor) -> Tensor:
         return ids if self.d2t is None else self.d2t[ids]

@@ -56,6 +56,7 @@ class ConvLayer(Layer):
 class DFlash2(DFlash):
     """DFlash2 drafter: the arguments are DFlash's."""
 
+    zeros: Tensor
     layer_class = ConvLayer
 
     def _load(self, t: Tensors) -> None:
@@ -63,18 +64,38 @@ class DFlash2(DFlash):
         self.predecessor = QuantEmbedding(selector.weight("predecessor_codebook"))
         self.successor = QuantEmbedding(selector.weight("successor_codebook"))
         self.hidden_projection = QuantLinear([selector.weight("hidden_projection.weight")])
+        zeros = torch.zeros(self.config.block_size)
+        self.register_buffer("zeros", zeros, persistent=False)
 
     def propose(self, anchor: Tensor, draft_tokens: int, sampling: SamplingParams) -> Proposal:
         """Draft one block: the best path through the top-k candidates of each row."""
         self.check_draft_tokens(draft_tokens)
+        offered = self._offered(draft_tokens)
+        if sampling.greedy:
+            tokens = self._run("greedy", self._best, anchor, draft_tokens + 1)
+            return Proposal(tokens.clone(), offered)
         hidden = self.forward(anchor, draft_tokens + 1)[1:]
+        temperature = torch.full((1,), sampling.temperature, device=self.device)
+        uniforms = self.uniforms(draft_tokens, sampling).view(1, -1)
+        tokens, q, ids = self._walk(hidden, anchor, temperature, uniforms)
+        return Proposal(tokens, offered, q=q, q_ids=ids[None])
+
+    def _best(self, tokens: Tensor, block: Rows) -> Tensor:
+        hidden = self._backbone(tokens, block)[1:]
+        zeros = self.zeros[: block.rows]
+        return self._walk(hidden, tokens[:1], zeros[:1], zeros[1:].view(1, -1))[0]
+
+    def _walk(
+        self, hidden: Tensor, anchor: Tensor, temperature: Tensor, uniforms: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The path, q and the candidates' ids, int64 ``[rows, k]``."""
         c = self.config
         assert c.selector_top_k is not None
         scores, ids = ops.head_topk(
             self.head(hidden), c.selector_top_k, c.output_multiplier, c.final_logit_softcapping
         )
         ids = self._target_ids(ids)
-        tokens, q = ops.selector_walk(
+        return *ops.selector_walk(
             ids[None],
             scores[None],
             self.hidden_projection.from_float(hidden)[None],
@@ -83,10 +104,6 @@ class DFlash2(DFlash):
             self.predecessor.ggml_type,
             self.successor.packed,
             self.successor.ggml_type,
-            torch.full((1,), sampling.temperature, device=self.device),
-            self.uniforms(draft_tokens, sampling).view(1, -1),
-        )
-        offered = self._offered(draft_tokens)
-        if sampling.greedy:
-            return Proposal(tokens, offered)
-        return Proposal(tokens, offered, q=q, q_ids=ids[None])
+            temperature,
+            uniforms,
+        ), ids

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..decoding.kv_cache import Rows
 from ..decoding.proposal import Proposal
 from ..decoding.sampling import SamplingParams
 from ..nn import QuantEmbedding, QuantLinear
@@ -33,12 +34,35 @@ class DSpark(DFlash):
     def propose(self, anchor: Tensor, draft_tokens: int, sampling: SamplingParams) -> Proposal:
         """Draft one block: each token conditions the next through the Markov table."""
         self.check_draft_tokens(draft_tokens)
-        if self.config.sample_from_anchor:
-            hidden = self.forward(anchor, draft_tokens)
-        else:
-            hidden = self.forward(anchor, draft_tokens + 1)[1:]
-        greedy = sampling.greedy
-        tokens, q, confidence = ops.markov_chain(
+        skip = self._skipped_rows
+        offered, scored = self._offered(draft_tokens), self.confidence_weight is not None
+        if sampling.greedy:
+            tokens, _, confidence = self._run("greedy", self._best, anchor, draft_tokens + skip)
+            return Proposal(
+                tokens.clone(), offered, confidence=confidence.clone() if scored else None
+            )
+        hidden = self.forward(anchor, draft_tokens + skip)[skip:]
+        temperature = torch.full((1,), sampling.temperature, device=self.device)
+        uniforms = self.uniforms(draft_tokens, sampling).view(1, -1)
+        tokens, q, confidence = self._chain(hidden, anchor, temperature, uniforms)
+        if self.d2t is not None:
+            full = q.new_zeros(*q.shape[:2], self.config.vocab_size)
+            q = full.index_copy_(2, self.d2t, q)
+        return Proposal(tokens, offered, q=q, confidence=confidence if scored else None)
+
+    @property
+    def _skipped_rows(self) -> int:
+        """Rows before the first that predicts: the anchor's, unless the drafter samples from it."""
+        return 0 if self.config.sample_from_anchor else 1
+
+    def _best(self, tokens: Tensor, block: Rows) -> tuple[Tensor, Tensor, Tensor]:
+        hidden = self._backbone(tokens, block)[self._skipped_rows :]
+        return self._chain(hidden, tokens[:1], None, None)
+
+    def _chain(
+        self, hidden: Tensor, anchor: Tensor, temperature: Tensor | None, uniforms: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return ops.markov_chain(
             self.head(hidden)[None],
             hidden[None],
             anchor,
@@ -50,14 +74,6 @@ class DSpark(DFlash):
             self.confidence_bias,
             self.config.logit_scale,
             self.d2t,
-            None if greedy else torch.full((1,), sampling.temperature, device=self.device),
-            None if greedy else self.uniforms(draft_tokens, sampling).view(1, -1),
+            temperature,
+            uniforms,
         )
-        scored = confidence if self.confidence_weight is not None else None
-        offered = self._offered(draft_tokens)
-        if greedy:
-            return Proposal(tokens, offered, confidence=scored)
-        if self.d2t is not None:
-            full = q.new_zeros(*q.shape[:2], self.config.vocab_size)
-            q = full.index_copy_(2, self.d2t, q)
-        return Proposal(tokens, offered, q=q, confidence=scored)

@@ -6,6 +6,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from ..decoding.graphs import StepGraphs
 from ..decoding.kv_cache import KVCache, Rows
 from ..decoding.target import Verification
 from ..nn import Module, RMSNorm, Vocabulary
@@ -91,11 +92,13 @@ class Decoder(Module):
             self._index.append(counts[type(layer.mixer)])
             counts[type(layer.mixer)] += 1
         self._counts = counts
+        self.graphs = StepGraphs()
         self._captured: list[int] = []
         self._verified = 0  # rows of a verification that is not committed yet
         self.state = self._new_state()
 
     def _new_state(self) -> TargetState:
+        self.graphs.clear()
         mixers = [layer.mixer for layer in self.layers]
         attention = next((m for m in mixers if isinstance(m, Attention)), None)
         kv = KVCache(
@@ -119,6 +122,7 @@ class Decoder(Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         before = self.device
+        self.graphs.clear()
         super()._apply(fn, recurse)
         if self.device != before:  # a sequence does not move along: it is forgotten
             self.state = self._new_state()
@@ -162,33 +166,36 @@ class Decoder(Module):
                     f"target_layer_ids must be in 0..{self.num_layers - 2} for a target of "
                     f"{self.num_layers} layers, got {i}"
                 )
-        self._captured = list(layer_ids)
+        if self._captured != list(layer_ids):
+            self._captured = list(layer_ids)
+            self.graphs.clear()
 
     def reset(self) -> None:
         """Forget the sequence, and a verification that was not committed."""
         self.state.reset()
         self._verified = 0
 
-    def _rows(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Run rows behind the committed ones: (rows as the head reads them, target_hidden)."""
-        rows, hidden = tokens.shape[0], self.hidden_size
-        step = Rows(self.state.kv, self.length, rows)
+    def _rows(self, tokens: Tensor, step: Rows) -> tuple[Tensor, Tensor]:
+        """Run rows behind the committed ones: (rows as the head reads them, captured layers)."""
+        hidden = self.hidden_size
         residual = self.vocabulary.embed(tokens)
-        captured = residual.new_empty(rows, len(self._captured) * hidden)
+        captured = residual.new_empty(step.rows, len(set(self._captured)) * hidden)
+        places = dict(zip(sorted(set(self._captured)), captured.split(hidden, 1), strict=False))
         y = None
         for i, layer in enumerate(self.layers):
-            u = layer.mixer_norm(y, residual)
-            if i - 1 in self._captured:
-                self._keep(i - 1, residual, captured)
+            u = layer.mixer_norm(y, residual, places.get(i - 1))
             y = layer.mixer(u, step, self.state, self._index[i])
             y = layer.ffn(layer.ffn_norm(y, residual))
         return self.norm(y, residual), captured
 
-    def _keep(self, layer: int, residual: Tensor, captured: Tensor) -> None:
-        hidden = self.hidden_size
-        for column, wanted in enumerate(self._captured):
-            if wanted == layer:
-                captured[:, column * hidden : (column + 1) * hidden] = residual
+    def _target_hidden(self, captured: Tensor) -> Tensor:
+        """The captured layers, a copy in the order that was asked for."""
+        order = sorted(self._captured)
+        if order == self._captured and len(set(order)) == len(order):
+            return captured.clone()
+        layers = captured.split(self.hidden_size, 1)
+        unique = sorted(set(order))
+        return torch.cat([layers[unique.index(i)] for i in self._captured], 1)
 
     def prefill(self, tokens: Tensor, sink: Callable[[Tensor], None] | None = None) -> Tensor:
         """Append and commit tokens.
@@ -206,17 +213,17 @@ class Decoder(Module):
         if tokens.dim() != 1 or tokens.shape[0] == 0:
             raise ValueError(f"prefill: tokens must be [n >= 1], got {list(tokens.shape)}")
         self._check_committed("prefill")
-        recurrent = self.state.recurrent
+        kv, recurrent = self.state.kv, self.state.recurrent
         if recurrent is not None:
             recurrent.begin_prefill()
         try:
             for chunk in tokens.split(MAX_ROWS):
-                normed, captured = self._rows(chunk)
+                normed, captured = self._rows(chunk, Rows(kv, self.length, chunk.shape[0]))
                 self.state.length += chunk.shape[0]
                 if recurrent is not None:
                     recurrent.prefilled(chunk.shape[0])
                 if sink is not None and self._captured:
-                    sink(captured)
+                    sink(self._target_hidden(captured))
         finally:
             if recurrent is not None:
                 recurrent.end_prefill()
@@ -234,9 +241,10 @@ class Decoder(Module):
         if tokens.dim() != 1 or not 1 <= tokens.shape[0] <= MAX_ROWS:
             raise ValueError(f"verify: tokens must be [1..{MAX_ROWS}], got {list(tokens.shape)}")
         self._check_committed("verify")
-        normed, captured = self._rows(tokens)
+        kv, start = self.state.kv, self.length
+        normed, captured = self.graphs.run("verify", tokens, kv, start, self._rows)
         self._verified = tokens.shape[0]
-        return Verification(self.vocabulary.head(normed), captured)
+        return Verification(self.vocabulary.head(normed), self._target_hidden(captured))
 
     def _check_committed(self, what: str) -> None:
         """A recurrent state is replayed by the next step: two steps in a row would replay twice."""

@@ -24,14 +24,15 @@ class RMSNorm(Module):
         self.register_buffer("weight", weight, persistent=False)
         self.eps, self.out_mode = eps, out_mode
 
-    def forward(self, x: Tensor | None, residual: Tensor) -> Tensor:
+    def forward(self, x: Tensor | None, residual: Tensor, capture: Tensor | None = None) -> Tensor:
         """Add ``x`` (None: nothing) to ``residual`` in place, and normalise the sum.
 
         Args:
             x: float32 ``[rows, columns]`` or None.
             residual: float32 ``[rows, columns]``, changed in place.
+            capture: receives a copy of the sum; None: nobody watches.
 
         Returns:
             float32 ``[rows, columns]`` or packed activations, as ``out_mode`` says.
         """
-        return ops.add_rms_norm(x, residual, self.weight, self.eps, False, self.out_mode)
+        return ops.add_rms_norm(x, residual, self.weight, self.eps, False, self.out_mode, capture)

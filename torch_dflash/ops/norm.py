@@ -9,7 +9,13 @@ __all__ = ["add_rms_norm"]
 
 
 def add_rms_norm(
-    x: Tensor | None, residual: Tensor, weight: Tensor, eps: float, plus_one: bool, act_mode: int
+    x: Tensor | None,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    plus_one: bool,
+    act_mode: int,
+    capture: Tensor | None = None,
 ) -> Tensor:
     r"""Add to the residual stream in place, then normalise it.
 
@@ -28,13 +34,15 @@ def add_rms_norm(
         plus_one: the weight is stored without its 1, as Hugging Face stores Qwen3.5's; GGUF files
             have it included.
         act_mode: 0 float32, 1 packed activations for :func:`qmm`.
+        capture: ``[rows, columns]`` of residual's dtype, row stride free; written: the sum, for
+            those who watch the residual stream.
 
     Returns:
         float32 ``[rows, columns]``, or uint8 packed activations.
 
     Raises:
         RuntimeError: a shape, dtype, device or layout above does not hold, or ``weight`` or ``x``
-            shares memory with ``residual``, or ``weight`` with ``x``.
+            shares memory with ``residual``, ``weight`` with ``x``, or ``capture`` with any.
 
     Formula: ``csrc/core/norm.h``. Backends: CPU, CUDA, HIP. Not differentiable.
 
@@ -44,11 +52,19 @@ def add_rms_norm(
     >>> residual
     tensor([[3., 4.]])
     """
-    return torch.ops.dflash.add_rms_norm.default(x, residual, weight, eps, plus_one, act_mode)
+    return torch.ops.dflash.add_rms_norm.default(
+        x, residual, weight, eps, plus_one, act_mode, capture
+    )
 
 
 @torch.library.register_fake("dflash::add_rms_norm")
 def _(
-    x: Tensor | None, residual: Tensor, weight: Tensor, eps: float, plus_one: bool, act_mode: int
+    x: Tensor | None,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    plus_one: bool,
+    act_mode: int,
+    capture: Tensor | None = None,
 ) -> Tensor:
     return new_activations(residual, residual.shape[0], residual.shape[1], act_mode)

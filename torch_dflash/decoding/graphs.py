@@ -1,0 +1,144 @@
+"""Forward passes recorded once per shape, then run without Python between their operators."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+
+from .. import ops
+from .kv_cache import KVCache, Rows
+
+__all__ = ["StepGraphs"]
+
+_MOST_BYTES = 64 << 20  # of all intermediate results that recorded passes keep
+R = TypeVar("R")
+
+
+class _OnlyOperators(TorchDispatchMode):
+    """A recorded pass consists of our operators; views are fixed, anything else would be lost."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Refuse what the graph does not see."""
+        schema = func._schema
+        views = [r for r in schema.returns if r.alias_info and not r.alias_info.is_write]
+        if func.namespace != "dflash" and not views and not schema.name.endswith("empty"):
+            raise RuntimeError(f"a recorded pass must consist of our operators, it ran {func}")
+        return func(*args, **(kwargs or {}))
+
+
+class _Graph(Generic[R]):
+    """One recorded pass: its inputs and results keep their addresses."""
+
+    def __init__(self, data: Tensor, rows: Rows, run: Callable[[Tensor, Rows], R]) -> None:
+        self.data, self.rows = data, rows
+        ops.graph_begin()
+        try:
+            with _OnlyOperators():  # type: ignore[no-untyped-call]
+                self.result = run(data, rows)
+        finally:
+            self.handle = ops.graph_end()
+            self._free = weakref.finalize(self, ops.graph_free, self.handle)
+            self._free.atexit = False
+        self.bytes = ops.graph_bytes(self.handle)
+
+
+class StepGraphs:
+    """The recorded passes of one model over one KV cache.
+
+    A pass of the same name and number of rows is recorded at its first run and replayed from then
+    on: the same operators on the same tensors, so the same bits. Its result is overwritten by the
+    next run. Passes run eagerly on a GPU, where operators are replaced by their references, under a
+    dispatch mode, and when the intermediate results of all passes would take more than 64 MiB:
+    those models' steps are long enough to hide what a replay saves.
+    """
+
+    def __init__(self) -> None:
+        self.enabled = True
+        self._graphs: dict[tuple[str, int], _Graph[Any] | None] = {}
+        self._capacity, self._bytes = -1, 0
+
+    def clear(self) -> None:
+        """Forget all passes: what they read or write has moved."""
+        self._graphs.clear()
+        self._bytes = 0
+
+    def run(
+        self,
+        name: str,
+        data: Tensor,
+        cache: KVCache,
+        start: int,
+        run: Callable[[Tensor, Rows], R],
+        tail: Tensor | None = None,
+    ) -> R:
+        """``run(data, rows)`` for rows that stand at ``start ..``.
+
+        Args:
+            name: of the pass.
+            data: its input, one row each.
+            cache: has room for the rows afterwards.
+            start: position of the first row.
+            run: of our operators alone; reads ``data``, ``rows`` and what keeps its address.
+            tail: rows behind ``data`` that are the same every time.
+        """
+        count = data.shape[0] + (0 if tail is None else tail.shape[0])
+        cache.reserve(start + count)
+        if not self._recordable(data):
+            return self._eager(data, cache, start, run, tail)
+        if cache.capacity != self._capacity:  # the caches have moved
+            self.clear()
+            self._capacity = cache.capacity
+        key = (name, count)
+        if key not in self._graphs:
+            return self._record(key, data, cache, start, run, tail)
+        graph = self._graphs[key]
+        if graph is None:
+            return self._eager(data, cache, start, run, tail)
+        (graph.data if tail is None else graph.data[: data.shape[0]]).copy_(data)
+        graph.rows.move(start)
+        ops.graph_replay(graph.handle)
+        result: R = graph.result
+        return result
+
+    @staticmethod
+    def _eager(
+        data: Tensor,
+        cache: KVCache,
+        start: int,
+        run: Callable[[Tensor, Rows], R],
+        tail: Tensor | None,
+    ) -> R:
+        whole = data if tail is None else torch.cat([data, tail])
+        return run(whole, Rows(cache, start, whole.shape[0]))
+
+    def _recordable(self, data: Tensor) -> bool:
+        return (
+            self.enabled
+            and data.device.type == "cpu"
+            and not ops.REPLACED
+            and _get_current_dispatch_mode() is None
+        )
+
+    def _record(
+        self,
+        key: tuple[str, int],
+        data: Tensor,
+        cache: KVCache,
+        start: int,
+        run: Callable[[Tensor, Rows], R],
+        tail: Tensor | None,
+    ) -> R:
+        with torch.inference_mode(False), torch.no_grad():  # to be written from either mode
+            whole = data.clone() if tail is None else torch.cat([data, tail])
+            graph = _Graph(whole, Rows(cache, start, key[1], own=True), run)
+        if self._bytes + graph.bytes > _MOST_BYTES:
+            self._graphs[key] = None
+        else:
+            self._graphs[key] = graph
+            self._bytes += graph.bytes
+        return graph.result
