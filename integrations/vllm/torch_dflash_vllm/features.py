@@ -59,7 +59,9 @@ class Outcome:
     detail: str
 
 
-FEATURES: Final[tuple[Feature, ...]] = ()
+FEATURES: Final[tuple[Feature, ...]] = (
+    Feature("gdn", "gdn", stable=False),
+)
 
 _state: dict[str, str] = {}  # "version" of vLLM, once registered
 _outcomes: dict[str, Outcome] = {}
