@@ -59,9 +59,7 @@ class Outcome:
     detail: str
 
 
-FEATURES: Final[tuple[Feature, ...]] = (
-    Feature("gdn", "gdn", stable=False),
-)
+FEATURES: Final[tuple[Feature, ...]] = (Feature("gdn", "gdn", stable=False),)
 
 _state: dict[str, str] = {}  # "version" of vLLM, once registered
 _outcomes: dict[str, Outcome] = {}

@@ -49,12 +49,17 @@ class _Rows:
     a: Tensor  # [rows, v_heads]
     b: Tensor  # [rows, v_heads]
     z: Tensor | None  # [rows, v_heads * v_dim], None: the output norm is not fused
-    cu_seqlens: Tensor  # int32 [sequences + 1]
 
-    def take(self, index: Tensor | slice, cu_seqlens: Tensor) -> "_Rows":
-        """Some of the rows, in the order of an index."""
+    def __getitem__(self, index: Tensor | slice) -> "_Rows":
         z = None if self.z is None else self.z[index]
-        return _Rows(self.mixed[index], self.a[index], self.b[index], z, cu_seqlens)
+        return _Rows(self.mixed[index], self.a[index], self.b[index], z)
+
+
+# mixed .. tiled: what gdn_step and gdn_prefill have in common, up to the state
+_Common = tuple[
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None,
+    float, bool, int, int, bool,
+]  # fmt: skip
 
 
 class DFlashGDN(QwenGatedDeltaNetAttention):
@@ -130,7 +135,9 @@ class DFlashGDN(QwenGatedDeltaNetAttention):
         """The float32 copies; after a reload the same memory with new values."""
         if self._constants is None or self._stale:
             conv = self.conv1d
-            weight = getattr(conv, "_cpu_unpacked_conv_weight", None)  # the packed one is unreadable
+            weight = getattr(
+                conv, "_cpu_unpacked_conv_weight", None
+            )  # the packed one is unreadable
             weight = conv.weight if weight is None else weight
             new = _Constants(
                 weight.detach().reshape(weight.shape[0], -1).float().contiguous(),
@@ -167,14 +174,15 @@ class DFlashGDN(QwenGatedDeltaNetAttention):
         if not self._handles():
             super()._forward_core_fused_norm_packed(mixed_qkvz, ba, core_attn_out)
             return
-        sizes = [(2 * self.key_dim + self.value_dim) // self.tp_size, self.value_dim // self.tp_size]
+        sizes = [
+            (2 * self.key_dim + self.value_dim) // self.tp_size,
+            self.value_dim // self.tp_size,
+        ]
         mixed, z = mixed_qkvz.split(sizes, -1)
         b, a = self.split_ba(ba)
         self._core(mixed, a, b, z, core_attn_out)
 
-    def _forward_core(
-        self, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor
-    ) -> None:
+    def _forward_core(self, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor) -> None:
         if not self._handles():
             super()._forward_core(mixed_qkv, b, a, core_attn_out)
             return
@@ -208,46 +216,50 @@ class DFlashGDN(QwenGatedDeltaNetAttention):
         md = self._metadata()
         if md is None:
             return
-        out = core_attn_out.view(core_attn_out.shape[0], -1)
         n = md.num_actual_tokens
-        rows = _Rows(mixed[:n], a[:n], b[:n], None if z is None else z[:n], None)  # type: ignore[arg-type]
+        out = core_attn_out.view(core_attn_out.shape[0], -1)
+        rows = _Rows(mixed[:n], a[:n], b[:n], None if z is None else z[:n])
         if md.spec_sequence_masks is None:
             self._plain(md, rows, out)
         elif md.num_prefills == 0:
-            out[:n] = self._verify(md, rows.take(slice(None), md.spec_query_start_loc))
+            out[:n] = self._verify(md, rows)
         else:
             drafted, others = md.spec_token_indx, md.non_spec_token_indx
-            spec = rows.take(drafted, md.spec_query_start_loc)
-            prefill = rows.take(others, md.non_spec_query_start_loc)
-            slots = md.non_spec_state_indices_tensor
-            out[drafted] = self._verify(md, spec).to(out.dtype)
-            out[others] = self._prefill(prefill, slots, md.has_initial_state).to(out.dtype)
+            out[drafted] = self._verify(md, rows[drafted]).to(out.dtype)
+            slots, cu_seqlens = md.non_spec_state_indices_tensor, md.non_spec_query_start_loc
+            prefilled = self._prefill(rows[others], cu_seqlens, slots, md.has_initial_state)
+            out[others] = prefilled.to(out.dtype)
 
     def _plain(self, md: Any, rows: _Rows, out: Tensor) -> None:
-        """A step without drafts: single rows first, then prefills (on CPU)."""
+        """A step without drafts: single rows first, then (on CPU) prefills."""
         cu_seqlens, slots = md.non_spec_query_start_loc, md.non_spec_state_indices_tensor
         if md.num_prefills == 0:
-            n = rows.mixed.shape[0]
-            out[:n] = self._step(rows.take(slice(None), cu_seqlens), slots[:, None], None)
+            out[: rows.mixed.shape[0]] = self._step(rows, cu_seqlens, slots[:, None], None)
             return
         first, tokens = md.num_decodes, md.num_decode_tokens
         if first:
-            decode = rows.take(slice(tokens), cu_seqlens[: first + 1])
-            out[:tokens] = self._step(decode, slots[:first, None], None)
-        end = tokens + md.num_prefill_tokens
-        last = first + md.num_prefills
-        prefill = rows.take(slice(tokens, end), cu_seqlens[first : last + 1] - tokens)
-        has_state = md.has_initial_state[first:last]
-        out[tokens:end] = self._prefill(prefill, slots[first:last], has_state)
+            decoded = self._step(rows[:tokens], cu_seqlens[: first + 1], slots[:first, None], None)
+            out[:tokens] = decoded
+        last, end = first + md.num_prefills, tokens + md.num_prefill_tokens
+        out[tokens:end] = self._prefill(
+            rows[tokens:end],
+            cu_seqlens[first : last + 1] - tokens,
+            slots[first:last],
+            md.has_initial_state[first:last],
+        )
 
     def _verify(self, md: Any, rows: _Rows) -> Tensor:
-        return self._step(rows, md.spec_state_indices_tensor, md.num_accepted_tokens)
+        indices, accepted = md.spec_state_indices_tensor, md.num_accepted_tokens
+        return self._step(rows, md.spec_query_start_loc, indices, accepted)
 
-    def _step(self, rows: _Rows, state_indices: Tensor, num_accepted: Tensor | None) -> Tensor:
+    def _step(
+        self, rows: _Rows, cu_seqlens: Tensor, state_indices: Tensor, num_accepted: Tensor | None
+    ) -> Tensor:
         """Decode or verify.
 
         Args:
             rows: 1 to ``columns`` per sequence; none for padding.
+            cu_seqlens: int32 ``[sequences + 1]``.
             state_indices: int32 ``[sequences, columns]``, 0 is no slot.
             num_accepted: int32 ``[sequences]`` or None: 1.
 
@@ -256,23 +268,20 @@ class DFlashGDN(QwenGatedDeltaNetAttention):
         """
         w = self._weights()
         conv, state = self.kv_cache[0], self.kv_cache[1]
-        indices = state_indices.to(torch.int32).contiguous()
-        if num_accepted is not None:
-            num_accepted = num_accepted.to(torch.int32).contiguous()
-        cu_seqlens = rows.cu_seqlens.contiguous()
-        slots = indices[:, 0].contiguous()
+        indices = state_indices.contiguous()
         mixed = ops.ssm_conv_step(
-            rows.mixed, conv, w.conv, None, True, slots, num_accepted, cu_seqlens
-        )
-        return ops.gdn_step(
-            *self._gdn_arguments(mixed, rows, w), state, indices, num_accepted, cu_seqlens, 0
-        )
+            rows.mixed, conv, w.conv, None, True, indices[:, 0].contiguous(), num_accepted,
+            cu_seqlens,
+        )  # fmt: skip
+        common = self._common(mixed, rows, w)
+        return ops.gdn_step(*common, state, indices, num_accepted, cu_seqlens, 0)
 
-    def _prefill(self, rows: _Rows, slots: Tensor, has_state: Tensor) -> Tensor:
+    def _prefill(self, rows: _Rows, cu_seqlens: Tensor, slots: Tensor, has_state: Tensor) -> Tensor:
         """Any number of rows, the state after the last one kept.
 
         Args:
             rows: of whole prompts or their next chunks.
+            cu_seqlens: int32 ``[sequences + 1]``.
             slots: int32 ``[sequences]``.
             has_state: bool ``[sequences]``: there are rows before these.
 
@@ -281,21 +290,16 @@ class DFlashGDN(QwenGatedDeltaNetAttention):
         """
         w = self._weights()
         conv, state = self.kv_cache[0], self.kv_cache[1]
-        slots = slots.to(torch.int32).contiguous()
-        cu_seqlens = rows.cu_seqlens.contiguous()
-        offsets = cu_seqlens.tolist()
+        slots, offsets = slots.contiguous(), cu_seqlens.tolist()
         mixed = rows.mixed.new_empty(rows.mixed.shape, dtype=torch.float32)
         for slot, known, start, end in zip(
             slots.tolist(), has_state.tolist(), offsets[:-1], offsets[1:], strict=True
         ):
             if end > start:
-                mixed[start:end] = self._conv_prefill(
-                    rows.mixed[start:end], conv[slot], known, w.conv
-                )
-        return ops.gdn_prefill(
-            *self._gdn_arguments(mixed, rows, w),
-            state, slots, has_state.to(torch.int32), cu_seqlens, 0,
-        )  # fmt: skip
+                x = rows.mixed[start:end]
+                mixed[start:end] = self._conv_prefill(x, conv[slot], known, w.conv)
+        common = self._common(mixed, rows, w)
+        return ops.gdn_prefill(*common, state, slots, has_state.int(), cu_seqlens, 0)
 
     def _conv_prefill(self, x: Tensor, window: Tensor, known: bool, weight: Tensor) -> Tensor:
         """One sequence, in a window as long as its rows; the engine's holds a verify step."""
@@ -309,9 +313,7 @@ class DFlashGDN(QwenGatedDeltaNetAttention):
         window[:history] = wide[1, n - 1 :]
         return out
 
-    def _gdn_arguments(self, mixed: Tensor, rows: _Rows, w: _Constants) -> tuple[Any, ...]:
-        """What gdn_step and gdn_prefill have in common, up to the state."""
-        fused = rows.z is not None
+    def _common(self, mixed: Tensor, rows: _Rows, w: _Constants) -> _Common:
         return (
             mixed,
             rows.a,
@@ -319,7 +321,7 @@ class DFlashGDN(QwenGatedDeltaNetAttention):
             w.A,
             w.dt_bias,
             rows.z,
-            w.norm if fused else None,
+            None if rows.z is None else w.norm,
             self.norm.eps,
             self.norm.activation == "sigmoid",
             self.num_k_heads // self.tp_size,
