@@ -2,8 +2,9 @@
 
 A feature module has a function ``apply`` and a line in :data:`FEATURES`. ``apply`` may import
 anything, is called once per process, and returns one line that says what it replaced. It raises
-:class:`Declined` when the vLLM at hand is not what it was written for; any other exception switches
-the feature off too, with its traceback in the log. Nothing raises into vLLM.
+:class:`Declined` when the vLLM at hand is not what it was written for, :class:`NotNeeded` when that
+does well without it; any other exception switches the feature off too, with its traceback in the
+log. Nothing raises into vLLM.
 
 ``TORCH_DFLASH_DISABLE=all`` or ``=name,name`` turns features off, ``TORCH_DFLASH_ENABLE=name``
 turns on those that wait to be asked for.
@@ -18,7 +19,16 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
-__all__ = ["FEATURES", "Declined", "Feature", "Outcome", "decline", "outcomes", "register"]
+__all__ = [
+    "FEATURES",
+    "Declined",
+    "Feature",
+    "NotNeeded",
+    "Outcome",
+    "decline",
+    "outcomes",
+    "register",
+]
 
 # A child of vLLM's logger has its handlers, level and format.
 _log = logging.getLogger("vllm.torch_dflash")
@@ -29,6 +39,10 @@ State = Literal["on", "off", "declined"]
 
 class Declined(Exception):
     """The feature cannot work with this vLLM; the text says what was wanted and what was found."""
+
+
+class NotNeeded(Exception):
+    """This vLLM, or this platform, does well without the feature; the text says why."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +73,10 @@ class Outcome:
     detail: str
 
 
-FEATURES: Final[tuple[Feature, ...]] = (Feature("gdn", "gdn", stable=False),)
+FEATURES: Final[tuple[Feature, ...]] = (
+    Feature("gdn", "gdn", stable=False),
+    Feature("align_copies", "align_copies", stable=False),
+)
 
 _state: dict[str, str] = {}  # "version" of vLLM, once registered
 _outcomes: dict[str, Outcome] = {}
@@ -106,6 +123,8 @@ def _run(feature: Feature, version: str, disabled: set[str], enabled: set[str]) 
         return Outcome(feature, "declined", f"checked with vLLM {checked}, this is {version}")
     try:
         return Outcome(feature, "on", _apply(feature))
+    except NotNeeded as reason:
+        return Outcome(feature, "off", str(reason))
     except Declined as reason:
         return Outcome(feature, "declined", str(reason))
     except Exception as error:
