@@ -1,13 +1,18 @@
 """Between Hugging Face folders and GGUF files: targets and drafters."""
 
+import logging
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 
-from .drafters.checkpoint import read_checkpoint
+from .drafters.checkpoint import DrafterCheckpoint, read_checkpoint
 from .drafters.config import check_against_target
+from .drafters.names import Layout
+from .drafters.outtypes import FILE_TYPES, OUTTYPES
 from .drafters.resolve import Overrides
+from .drafters.target_ends import with_target_ends
 from .drafters.target_shape import target_shape
 from .drafters.to_gguf import write_drafter
 from .drafters.to_hf import write_folder
@@ -15,6 +20,7 @@ from .gguf import (
     GGUFFile,
     Progress,
     QuantTensor,
+    Typed,
     qwen35_metadata,
     qwen35_tensors,
     tokenizer_metadata,
@@ -25,9 +31,9 @@ from .hf import CheckpointError, open_safetensors, read_config
 
 __all__ = ["convert_drafter", "convert_target", "prepare_drafter"]
 
+_log = logging.getLogger(__name__)
+
 _MODELS: Final = ("qwen3_5", "qwen3_5_text")
-# general.file_type by the type of the largest tensor; it is a hint for people
-_FILE_TYPES: Final = {"F32": 0, "F16": 1, "BF16": 32}
 
 
 def convert_target(
@@ -60,41 +66,65 @@ def convert_target(
 
 
 def convert_drafter(
-    folder: str | Path,
+    source: str | Path,
     path: str | Path,
     *,
     target: str | Path | None = None,
-    dtype: torch.dtype | None = None,
+    outtype: str | None = None,
+    layout: Layout = "upstream",
+    alignment: int | None = None,
+    overrides: Overrides | None = None,
+    progress: Progress | None = None,
 ) -> None:
-    """Write a drafter as an upstream ``dflash`` GGUF.
+    """Write a drafter as a GGUF file.
+
+    Memory beyond the mapped files stays at a few tens of megabytes, whatever the size.
 
     Args:
-        folder: a drafter in the layout of z-lab, speculators or DSpark.
+        source: a folder in the layout of z-lab, speculators or DSpark, or a GGUF file of any
+            layout.
         path: the file; it appears complete or not at all.
-        target: GGUF of its target, whose tokenizer the file gets; llama.cpp needs it.
-        dtype: of plain matrices: float32, float16 or bfloat16; None keeps each one's own.
+        target: GGUF or folder of its target. The file gets its tokenizer, without which llama.cpp
+            does not load it, and what the drafter leaves to it; that they match is checked.
+        outtype: ``f32``, ``f16``, ``bf16``, ``q8_0``, ``q6_k``, ``q5_k``, ``q4_k``, ``iq4_xs`` or
+            ``q4_0``: type of most matrices; None keeps each one's own.
+            :func:`~torch_dflash.drafters.outtypes.storage_type` says what the others get.
+        layout: ``upstream``, which llama.cpp and its forks load, or ``lucebox``.
+        alignment: of the tensor data; None: that of a GGUF source, else 32.
+        overrides: what the caller knows better than the source.
+        progress: called with the tensor's name, bytes done and bytes in all.
 
     Raises:
-        CheckpointError, GGUFError: not a drafter, or one that the format cannot express.
+        CheckpointError, GGUFError: not a drafter, one that does not match the target, or one that
+            the format cannot express.
         OSError: the file cannot be written.
     """
-    folder = Path(folder)
-    checkpoint = read_checkpoint(folder)
-    tokenizer = None
-    if target is not None:
-        with GGUFFile.open(target) as file:
-            keys = typed_metadata(file)
-        tokenizer = {k: v for k, v in keys.items() if k.startswith("tokenizer.")}
-        if "tokenizer.ggml.tokens" not in tokenizer:
-            raise CheckpointError(f"{target}: must have a tokenizer, got a file without one")
+    source = Path(source)
+    if outtype is not None and outtype.lower() not in OUTTYPES:
+        raise CheckpointError(
+            f"{path}: outtype must be one of {', '.join(OUTTYPES)}, got {outtype!r}"
+        )
+    if layout not in ("upstream", "lucebox"):
+        raise CheckpointError(f"{path}: layout must be upstream or lucebox, got {layout!r}")
+    checkpoint = _read(source, target, overrides)
+    own: dict[str, Typed] = {}
+    if checkpoint.format == "gguf":
+        with GGUFFile.open(source) as file:
+            own, found = typed_metadata(file), file.alignment
+        alignment = found if alignment is None else alignment
+    tokenizer = _tokenizer(target, own, checkpoint.config.vocab_size)
+    if tokenizer is None and layout == "upstream":
+        _log.warning("%s: without a tokenizer llama.cpp does not load it; pass the target", path)
+    name = own["general.name"].value if "general.name" in own else source.resolve().stem
     write_drafter(
         path,
-        checkpoint,
-        name=folder.name,
-        context_length=_context_length(folder),
+        with_target_ends(checkpoint, target),
+        name=name,
         tokenizer=tokenizer,
-        dtype=dtype,
-        file_type=_file_type([*checkpoint.tensors.items()]) if dtype is None else _of(dtype),
+        outtype=None if outtype is None else OUTTYPES[outtype.lower()],
+        layout=layout,
+        alignment=32 if alignment is None else alignment,
+        progress=progress,
     )
 
 
@@ -122,33 +152,44 @@ def prepare_drafter(
             the layout cannot express.
         OSError: the folder cannot be written.
     """
-    shape = None if target is None else target_shape(target)
-    overrides = None
-    if shape is not None:
-        overrides = Overrides(num_target_layers=shape.num_layers, vocab_size=shape.vocab_size)
-    checkpoint = read_checkpoint(path, overrides=overrides)
-    if shape is not None:
-        check_against_target(checkpoint.config, shape, str(path))
-    write_folder(folder, checkpoint, dtype=dtype, progress=progress)
+    write_folder(folder, _read(Path(path), target, None), dtype=dtype, progress=progress)
 
 
-def _context_length(folder: Path) -> int:
-    config = read_config(folder)
-    inner = config.get("transformer_layer_config")
-    scope: dict[str, Any] = inner if isinstance(inner, dict) else config
-    value = scope.get("max_position_embeddings")
-    if not isinstance(value, int) or value < 1:
-        raise CheckpointError(
-            f"{folder / 'config.json'}: max_position_embeddings must be at least 1, got {value!r}"
-        )
-    return value
+def _read(
+    source: Path, target: str | Path | None, overrides: Overrides | None
+) -> DrafterCheckpoint:
+    """A drafter, checked against its target if there is one."""
+    if target is None:
+        return read_checkpoint(source, overrides=overrides)
+    shape = target_shape(target)
+    overrides = replace(
+        overrides or Overrides(),
+        num_target_layers=shape.num_layers,
+        vocab_size=shape.vocab_size,
+    )
+    checkpoint = read_checkpoint(source, overrides=overrides)
+    check_against_target(checkpoint.config, shape, str(source))
+    return checkpoint
 
 
-def _of(dtype: torch.dtype) -> int | None:
-    names = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-    return _FILE_TYPES.get(names.get(dtype, ""))
+def _tokenizer(
+    target: str | Path | None, own: dict[str, Typed], vocab_size: int
+) -> dict[str, Typed] | None:
+    """``tokenizer.*`` keys of the target, or of a GGUF source that has them."""
+    keys = own
+    if target is not None and Path(target).is_dir():
+        keys = tokenizer_metadata(target, vocab_size=vocab_size)
+    elif target is not None:
+        with GGUFFile.open(target) as file:
+            keys = typed_metadata(file)
+    found = {k: v for k, v in keys.items() if k.startswith("tokenizer.")}
+    if "tokenizer.ggml.tokens" in found:
+        return found
+    if target is not None:
+        raise CheckpointError(f"{target}: must have a tokenizer, got a file without one")
+    return None
 
 
 def _file_type(tensors: list[tuple[str, QuantTensor]]) -> int | None:
     largest = max(tensors, key=lambda t: t[1].nbytes)[1]
-    return _FILE_TYPES.get(largest.type_name)
+    return FILE_TYPES.get(largest.type_name)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from torch_dflash.cli.inspect import inspect
+from torch_dflash import inspect_file as inspect
 from torch_dflash.cli.main import main
 from torch_dflash.load import ASSETS
 from torch_dflash.testing.tiny import tiny_drafter, tiny_hybrid

@@ -10,7 +10,12 @@ from gguf_craft import GGUF_DRAFTERS
 
 from torch_dflash.drafters.attention import LayerAttention
 from torch_dflash.drafters.checkpoint import read_checkpoint
-from torch_dflash.drafters.to_gguf import dflash_metadata, dflash_tensors, write_drafter
+from torch_dflash.drafters.to_gguf import (
+    dflash_metadata,
+    dflash_tensors,
+    gguf_notes,
+    write_drafter,
+)
 from torch_dflash.fields import CheckpointError
 from torch_dflash.gguf import GGUFFile, QuantTensor, typed_metadata
 
@@ -28,7 +33,6 @@ def test_equals_the_converters(fixtures, tmp_path, case):
             name=want["general.name"].value,
             context_length=4096,
             tokenizer=tokenizer,
-            file_type=32,
         )
         with GGUFFile.open(path) as ours:
             got = typed_metadata(ours)
@@ -60,10 +64,10 @@ def config(fixtures):
 
 
 def metadata(config, **options):
-    return dflash_metadata(config, where="x.gguf", name="x", context_length=4096, **options)
+    return dflash_metadata(config, where="x.gguf", name="x", **options)
 
 
-def test_yarn_magnitudes(config, caplog):
+def test_yarn_magnitudes(config):
     """The file's attn_factor times llama.cpp's 0.1 ln f + 1 is the magnitude of the checkpoint."""
     rope = replace(config.rope, attention_factor=1.1)
     got = metadata(replace(config, rope=rope))
@@ -73,11 +77,6 @@ def test_yarn_magnitudes(config, caplog):
     both = replace(config.rope, mscale=0.7, mscale_all_dim=0.7)
     scale = metadata(replace(config, rope=both))["dflash.rope.scaling.attn_factor"].value
     assert scale == pytest.approx(1 / 1.3465736, rel=1e-6)  # a ratio of equal terms is 1
-    with caplog.at_level(logging.WARNING):
-        metadata(replace(config, rope=replace(config.rope, beta_fast=4.0)))
-    assert "llama.cpp ignores yarn betas other than 32 and 1 in a drafter, got 4 and 1" in (
-        caplog.text
-    )
 
 
 def test_mixed_causality_and_linear_rope(config):
@@ -96,8 +95,8 @@ def test_mixed_causality_and_linear_rope(config):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"use_aux_hidden_state": False}, "must have fc .*, got no fc"),
-        ({"target_hidden_size": 64}, "own width, got width 64"),
+        ({"use_aux_hidden_state": False}, "must have fc, got use_aux_hidden_state false"),
+        ({"context_length": None}, "max_position_embeddings must be known"),
         (
             {"layers": (LayerAttention(8, True), LayerAttention(4, True))},
             r"must have one window, got \[4, 8\]",
@@ -110,19 +109,54 @@ def test_what_the_format_cannot_say(config, change, message):
 
 
 def test_ropes_the_format_cannot_say(config):
-    for change, what in (
-        ({"truncate": False}, "truncate = false"),
-        ({"freq_factors": (1.0,) * 8}, "frequency factors"),
+    with pytest.raises(CheckpointError, match="linear or yarn rope, got frequency factors"):
+        metadata(replace(config, rope=replace(config.rope, freq_factors=(1.0,) * 8)))
+
+
+def test_what_readers_leave_out(fixtures, tmp_path, caplog):
+    """One line each, and logged when the file is written."""
+    checkpoint = read_checkpoint(fixtures / "gguf/dflash_yarn")
+    c = checkpoint.config
+    mixed = (LayerAttention(8, True), LayerAttention(None, False))
+
+    def notes(layout="upstream", **changes):
+        return gguf_notes(replace(checkpoint, config=replace(c, **changes)), layout)
+
+    assert notes() == notes("lucebox") == []
+    rope = replace(c.rope, beta_fast=4.0, truncate=False)
+    assert notes(rope=rope) == [
+        "llama.cpp ignores yarn betas other than 32 and 1 in a drafter, got 4 and 1",
+        "llama.cpp ignores truncate = false and rounds the ends of yarn's ramp",
+    ]
+    for changes, said in (
+        ({"layers": mixed}, "has one causality for all layers"),
+        ({"output_multiplier": 0.5}, "ignores the multiplier"),
+        ({"final_logit_softcapping": 20.0}, "ignores the multiplier and the soft cap"),
+        ({"selector_top_k": 6}, "refuses selector_top_k 6 at hidden size 32"),
+        ({"attention_bias": True}, "refuses a drafter with attention biases"),
+        ({"markov_head_type": "rnn"}, "refuses a drafter with a rnn Markov head"),
+        ({"confidence": "hidden"}, "confidence head on the hidden state alone"),
+        ({"target_hidden_size": 64}, "a target of another width"),
     ):
-        with pytest.raises(CheckpointError, match=f"truncated yarn rope, got {what}"):
-            metadata(replace(config, rope=replace(config.rope, **change)))
+        [line] = notes(**changes)
+        assert said in line
+    [line] = notes("lucebox", attention_sinks=True)
+    assert line == "lucebox has no place for attention sinks; torch-dflash reads it"
+    with caplog.at_level(logging.WARNING):
+        changed = replace(checkpoint, config=replace(c, rope=rope))
+        write_drafter(tmp_path / "x.gguf", changed, name="x")
+    assert "x.gguf: llama.cpp ignores truncate = false" in caplog.text
+    assert read_checkpoint(tmp_path / "x.gguf").config.rope == replace(
+        rope, attention_factor=None, truncate=False
+    )
 
 
 def test_tensors_without_a_place(fixtures):
     checkpoint = read_checkpoint(fixtures / "gguf/dflash")
     one = QuantTensor.from_tensor(torch.ones(32))
     for name, message in (
-        ("mask_embedding", "must not hold 'mask_embedding'"),
+        ("t2d", "must not hold 't2d'"),
+        ("mask_embedding", "embed_tokens must be there, got none; pass the target"),
         ("embed_tokens.weight", "embed_tokens must come with lm_head"),
     ):
         wrong = replace(checkpoint, tensors={**checkpoint.tensors, name: one})
@@ -137,13 +171,18 @@ def test_tokenizer_of_another_size(fixtures, config):
         metadata(replace(config, vocab_size=100), tokenizer=tokenizer)
 
 
-def test_dtype_is_for_plain_matrices(fixtures):
+def test_types_of_matrices(fixtures):
+    """Kept, or the one asked for; vectors and bases of convolutions are F32 in any case."""
     checkpoint = read_checkpoint(fixtures / "gguf/dflash2")
-    got = dict(dflash_tensors(checkpoint, where="x.gguf", dtype=torch.float16))
+    got = dict(dflash_tensors(checkpoint, where="x.gguf", outtype="F16"))
     assert got["blk.0.attn_q.weight"].type_name == "F16"
     assert got["blk.0.attn_conv_base"].type_name == "F32"
     assert got["output_norm.weight"].type_name == "F32"
     packed = QuantTensor(torch.zeros(64, 34, dtype=torch.uint8), 8, (64, 32))
-    mixed = {**checkpoint.tensors, "layers.0.self_attn.q_proj.weight": packed}
-    got = dict(dflash_tensors(replace(checkpoint, tensors=mixed), where="x", dtype=torch.float32))
-    assert got["blk.0.attn_q.weight"] is packed
+    mixed = replace(
+        checkpoint,
+        tensors={**checkpoint.tensors, "layers.0.self_attn.q_proj.weight": packed},
+    )
+    assert dict(dflash_tensors(mixed, where="x"))["blk.0.attn_q.weight"] is packed
+    got = dict(dflash_tensors(mixed, where="x", outtype="F32"))
+    assert got["blk.0.attn_q.weight"].type_name == "F32"

@@ -2,137 +2,72 @@
 
 import argparse
 import json
-from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+import sys
 from pathlib import Path
 from typing import Any
 
-__all__ = ["add_parser", "inspect"]
+__all__ = ["add_parser"]
 
 
 def add_parser(commands: Any) -> None:
     """Register the subcommand."""
     parser: argparse.ArgumentParser = commands.add_parser(
-        "inspect", help="what a target or drafter file is, and whether it can be used"
+        "inspect",
+        help="what a target or drafter file is, and whether it can be used",
+        description="Say what a file is, where each value came from, and whether it can be used. "
+        "The exit status is 1 for a file that cannot.",
     )
-    parser.add_argument("file", type=Path, help="GGUF file, or a drafter's Hugging Face folder")
+    parser.add_argument(
+        "file", type=Path, help="GGUF file; a drafter's folder, or only its config.json"
+    )
+    parser.add_argument("--target", type=Path, metavar="MODEL", help="check a drafter against it")
     parser.add_argument("--tensors", action="store_true", help="list every tensor")
     parser.add_argument("--json", action="store_true", help="machine-readable")
     parser.set_defaults(run=run)
 
 
-def inspect(path: Path, tensors: bool = False) -> dict[str, Any]:
-    """Facts about a target or a drafter.
-
-    Args:
-        path: GGUF file, or a drafter's folder.
-        tensors: include a line per tensor.
-
-    Returns:
-        plain values: ``kind``, ``config`` as ``name -> [value, source]``, ``types``, ``usable``.
-
-    Raises:
-        GGUFError, CheckpointError, OSError: the file is damaged or not there.
-    """
-    from ..drafters.from_gguf import is_drafter_arch
-    from ..gguf import GGUFFile
-
-    if path.is_dir():
-        return _drafter(path, tensors)
-    with GGUFFile.open(path) as file:
-        architecture = file.architecture
-    return (_drafter if is_drafter_arch(architecture) else _target)(path, tensors)
-
-
-def _drafter(path: Path, tensors: bool) -> dict[str, Any]:
-    from ..drafters.checkpoint import read_checkpoint
-    from ..drafters.config import check_supported
-    from ..fields import CheckpointError
-
-    checkpoint = read_checkpoint(path)
-    try:
-        check_supported(checkpoint.config, str(path))
-        refusal = None
-    except CheckpointError as error:
-        refusal = str(error)
-    config = checkpoint.config
-    facts: dict[str, Any] = {
-        "file": str(path),
-        "kind": f"{config.kind} drafter ({checkpoint.format})",
-        "usable": refusal or "yes",
-        "draft tokens per step": config.max_draft_tokens,
-        "config": {n: [_plain(v), source] for n, v, source in config.describe()},
-        "notes": list(config.notes),
-    }
-    return facts | _sizes(checkpoint.tensors, tensors)
-
-
-def _target(path: Path, tensors: bool) -> dict[str, Any]:
-    from ..fields import CheckpointError
-    from ..gguf import GGUFFile
-    from ..models import read_target_config
-
-    with GGUFFile.open(path) as file:
-        facts: dict[str, Any] = {"file": str(path), "kind": f"{file.architecture} target (gguf)"}
-        try:
-            config = read_target_config(file)
-            facts["usable"] = "yes"
-            facts["config"] = {
-                name: [_plain(value), source] for name, value, source in config.describe()
-            }
-        except CheckpointError as error:
-            facts["usable"] = str(error)
-        return facts | _sizes({n: file.tensor(n, check=False) for n in file.tensors}, tensors)
-
-
-def _sizes(stored: Mapping[str, Any], listed: bool) -> dict[str, Any]:
-    types: dict[str, list[int]] = {}
-    for tensor in stored.values():
-        count = types.setdefault(tensor.type_name, [0, 0])
-        count[0] += 1
-        count[1] += tensor.nbytes
-    values = sum(t.rows * t.columns for t in stored.values())
-    facts: dict[str, Any] = {
-        "tensors": len(stored),
-        "parameters": values,
-        "megabytes": round(sum(t.nbytes for t in stored.values()) / 2**20, 2),
-        "types": {n: f"{c} tensors, {b / 2**20:.2f} MB" for n, (c, b) in sorted(types.items())},
-    }
-    if listed:
-        facts["tensor list"] = {n: f"{t.type_name} {[*t.shape]}" for n, t in stored.items()}
-    return facts
-
-
-def _plain(value: Any) -> Any:
-    """A value that JSON and a terminal can show."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
-    if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
-    if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
-    return value if isinstance(value, str | int | float | bool | type(None)) else str(value)
-
-
 def run(args: argparse.Namespace) -> int:
     """Print the facts."""
-    facts = inspect(args.file, args.tensors)
+    from ..inspection import inspect_file
+
+    facts = inspect_file(args.file, target=args.target, tensors=args.tensors)
     if args.json:
         print(json.dumps(facts, indent=2))
+    else:
+        _print(facts)
+    if facts["usable"].startswith("yes"):
         return 0
+    print(f"torch-dflash: error: {facts['usable']}", file=sys.stderr)
+    return 1
+
+
+def _print(facts: dict[str, Any]) -> None:
     for key, value in facts.items():
         if key == "config":
             for name, (shown, source) in value.items():
-                print(f"  {name:28} {_short(shown):40} {source}")
-        elif isinstance(value, Mapping):
-            for name, shown in value.items():
-                print(f"  {name:28} {shown}")
-        elif isinstance(value, list):
+                print(f"  {name:36} {_short(shown):36} {source}")
+        elif key in ("notes", "elsewhere"):
             for line in value:
-                print(f"  note: {line}")
+                print(f"  {'note' if key == 'notes' else key}: {line}")
+        elif isinstance(value, dict):
+            print(key)
+            for name, shown in value.items():
+                print(f"  {name:36} {_short(shown)}")
+        elif isinstance(value, list):
+            print(f"{key:22} {_lines(value)}")
         else:
             print(f"{key:22} {value}")
-    return 0
+
+
+def _lines(values: list[str]) -> str:
+    """Equal neighbours together: ``0-3: window 2048, causal; 4: full attention, not causal``."""
+    groups: list[list[int]] = []
+    for i, value in enumerate(values):
+        if groups and values[groups[-1][0]] == value:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    return "; ".join(f"{g[0]}{f'-{g[-1]}' if len(g) > 1 else ''}: {values[g[0]]}" for g in groups)
 
 
 def _short(value: Any) -> str:

@@ -9,14 +9,14 @@ __all__ = ["main"]
 
 
 def _parser() -> argparse.ArgumentParser:
-    from . import doctor, generate, inspect
+    from . import convert, doctor, generate, inspect
 
     parser = argparse.ArgumentParser(
         prog="torch-dflash",
         description="Speculative decoding with DFlash, DFlash2 and DSpark drafters.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (generate, inspect, doctor):
+    for module in (generate, convert, inspect, doctor):
         module.add_parser(commands)
     return parser
 

@@ -6,11 +6,13 @@ The logical name is the published Hugging Face one without a prefix, such as
 
 import re
 from collections.abc import Iterable
-from typing import Final
+from typing import Final, Literal
 
 from ..fields import CheckpointError
 
-__all__ = ["logical_names", "upstream_name"]
+__all__ = ["Layout", "gguf_name", "logical_names", "upstream_name"]
+
+Layout = Literal["upstream", "lucebox"]
 
 # logical -> names in GGUF files: upstream first, then lucebox's
 _GGUF: Final = {
@@ -147,17 +149,31 @@ def logical_names(where: str, names: Iterable[str], gguf: bool) -> dict[str, str
     return found
 
 
+def gguf_name(logical: str, layout: Layout) -> str | None:
+    """Name of a tensor in a GGUF file; None: the format has no place for it.
+
+    Where lucebox has no name of its own, its files get upstream's.
+
+    >>> gguf_name("fc.weight", "upstream"), gguf_name("fc.weight", "lucebox")
+    ('fc.weight', 'dflash.fc.weight')
+    """
+    layer = re.match(r"layers\.(\d+)\.(.+)", logical)
+    names = _GGUF_LAYER.get(layer[2]) if layer else _GGUF.get(logical)
+    if names is None:
+        return None
+    name = names[0]
+    if layout == "lucebox":  # its own names have a dot where upstream's have an underscore
+        name = next((n for n in names[1:] if "." in n.removesuffix(".weight")), name)
+    return f"blk.{layer[1]}.{name}" if layer else name
+
+
 def upstream_name(logical: str) -> str | None:
     """Name of a tensor in an upstream ``dflash`` GGUF; None: the format has no place for it.
 
     >>> upstream_name("layers.0.mlp.up_proj.weight")
     'blk.0.ffn_up.weight'
     """
-    layer = re.match(r"layers\.(\d+)\.(.+)", logical)
-    names = _GGUF_LAYER.get(layer[2]) if layer else _GGUF.get(logical)
-    if names is None:
-        return None
-    return f"blk.{layer[1]}.{names[0]}" if layer else names[0]
+    return gguf_name(logical, "upstream")
 
 
 def _from_hf(name: str) -> str | None:

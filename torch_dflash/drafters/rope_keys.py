@@ -204,6 +204,7 @@ def _gguf_yarn(fields: Fields, arch: str, factor: float | None) -> dict[str, Any
         "beta_fast": number("beta_fast", "yarn_beta_fast") or 32.0,
         "beta_slow": number("beta_slow", "yarn_beta_slow") or 1.0,
         "attention_factor": explicit,
+        "truncate": fields.require(bool, "rope.truncate", at + "truncate", default=True),
     }
 
 

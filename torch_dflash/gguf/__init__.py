@@ -1,6 +1,6 @@
 """GGUF files: reader, writer, tensors and tokenizer."""
 
-from .deferred import DeferredTensor, Stored, retyped
+from .deferred import DeferredTensor, Stored, retyped, with_row
 from .header import GGUFArray, GGUFError, TensorInfo, Value
 from .qwen35 import group_v_heads, qwen35_metadata, qwen35_tensors, tile_v_heads
 from .reader import GGUFFile
@@ -34,5 +34,6 @@ __all__ = [
     "tokenizer_from_gguf",
     "tokenizer_metadata",
     "typed_metadata",
+    "with_row",
     "write_gguf",
 ]

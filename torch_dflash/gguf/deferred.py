@@ -11,9 +11,9 @@ from torch import Tensor
 from .tensor import QuantTensor
 from .types import TYPES, GGMLType
 
-__all__ = ["DeferredTensor", "Stored", "pieces_of", "retyped"]
+__all__ = ["DeferredTensor", "Stored", "pieces_of", "retyped", "with_row"]
 
-_PIECE: Final = 1 << 22  # values computed in one go: 16 MB as float32
+_PIECE: Final = 1 << 20  # values computed in one go: 4 MB as float32
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,6 +105,37 @@ def retyped(tensor: QuantTensor, ggml_type: int, name: str = "tensor") -> Stored
             yield values.contiguous().view(torch.uint8)
 
     return DeferredTensor(ggml_type, tensor.shape, pieces)
+
+
+def with_row(tensor: Stored, index: int, row: QuantTensor, name: str = "tensor") -> Stored:
+    """The same matrix with one row replaced.
+
+    Args:
+        tensor: ``[rows, columns]``.
+        index: of the row.
+        row: ``[1, columns]`` of the same type.
+        name: for messages.
+
+    Raises:
+        ValueError: a row of another type or width, or no such row.
+    """
+    if (row.ggml_type, row.shape) != (tensor.ggml_type, (1, tensor.columns)):
+        raise ValueError(
+            f"{name}: row must be {tensor.type_name} [1, {tensor.columns}], got {row!r}"
+        )
+    if not 0 <= index < tensor.rows:
+        raise ValueError(f"{name}: row must be below {tensor.rows}, got {index}")
+
+    def pieces() -> Iterator[Tensor]:
+        at = 0
+        for piece in pieces_of(tensor):
+            if at <= index < at + len(piece):
+                yield torch.cat([piece[: index - at], row.packed, piece[index - at + 1 :]])
+            else:
+                yield piece
+            at += len(piece)
+
+    return DeferredTensor(tensor.ggml_type, tensor.shape, pieces)
 
 
 def _quantized(values: Tensor, ggml_type: int, name: str) -> Tensor:
