@@ -6,6 +6,7 @@ from .qwen35 import group_v_heads, qwen35_metadata, qwen35_tensors, tile_v_heads
 from .reader import GGUFFile
 from .tensor import QuantTensor
 from .tokenizer import StreamDecoder, Tokenizer, TokenType, tokenizer_from_gguf
+from .tokenizer_folder import write_tokenizer
 from .types import TYPES, GGMLType
 from .vocabulary import tokenizer_metadata
 from .writer import Progress, Typed, typed_metadata, write_gguf
@@ -36,4 +37,5 @@ __all__ = [
     "typed_metadata",
     "with_row",
     "write_gguf",
+    "write_tokenizer",
 ]

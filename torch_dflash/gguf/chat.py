@@ -28,13 +28,16 @@ class _Generation(Extension):
 class ChatTemplate:
     """Turns messages into the text a model was trained on.
 
+    Attributes:
+        source: the template.
+
     Raises:
         GGUFError: the source is not valid Jinja.
     """
 
     def __init__(self, where: str, source: str) -> None:
         """Compile ``source``; ``where`` names the file in messages."""
-        self._where = where
+        self._where, self.source = where, source
         env = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
         )

@@ -142,6 +142,21 @@ class Tokenizer:
         )
         return engine
 
+    @property
+    def engine(self) -> Engine:
+        """What cuts and merges; it neither adds begin and end tokens nor decodes."""
+        return self._engine
+
+    def token(self, token: int) -> str:
+        """A token as the vocabulary spells it, in the byte alphabet.
+
+        Raises:
+            IndexError: the id is not in the vocabulary.
+        """
+        if not 0 <= token < self.vocab_size:
+            raise IndexError(f"Tokenizer: id must be in [0, {self.vocab_size}), got {token}")
+        return self._tokens[token]
+
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Ids of a text; the spelled-out name of a special token becomes that token.
 
