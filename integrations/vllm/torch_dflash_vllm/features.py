@@ -76,6 +76,7 @@ class Outcome:
 FEATURES: Final[tuple[Feature, ...]] = (
     Feature("gdn", "gdn", stable=False),
     Feature("align_copies", "align_copies", stable=False),
+    Feature("gguf", "gguf", stable=False),
 )
 
 _state: dict[str, str] = {}  # "version" of vLLM, once registered

@@ -141,7 +141,7 @@ class DFlashGDN(QwenGatedDeltaNetAttention):
             weight = conv.weight if weight is None else weight
             new = _Constants(
                 weight.detach().reshape(weight.shape[0], -1).float().contiguous(),
-                -self.A_log.detach().float().exp(),
+                self._A(),
                 self.dt_bias.detach().float().contiguous(),
                 self.norm.weight.detach().float().contiguous(),
             )
@@ -152,6 +152,11 @@ class DFlashGDN(QwenGatedDeltaNetAttention):
                     getattr(self._constants, name).copy_(value)
             self._stale = False
         return self._constants
+
+    def _A(self) -> Tensor:
+        """``-exp(A_log)``; a GGUF file holds the decay itself, which no logarithm gives back."""
+        from_file: Tensor | None = getattr(self, "decay", None)
+        return -self.A_log.detach().float().exp() if from_file is None else from_file.clone()
 
     def forward_cpu(self, hidden_states: Tensor) -> Tensor:
         """``[tokens, hidden]`` -> ``[tokens, hidden]``; the core is one opaque op, as on a GPU."""

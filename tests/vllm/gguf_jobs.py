@@ -1,0 +1,77 @@
+"""What a child process does with GGUF targets: engines beside the native runner, refusals."""
+
+from typing import Any
+
+from generate import build, sample
+
+
+def native(path: str, prompts: list[list[int]], tokens: int) -> list[list[int]]:
+    """Greedy tokens of the native runner."""
+    from torch_dflash import Session, load_target
+
+    target = load_target(path)
+    return [Session(target).generate(p, tokens).tokens for p in prompts]
+
+
+def beside_native(
+    engines: list[dict[str, Any]], prompts: list[list[int]], tokens: int
+) -> list[dict[str, Any]]:
+    """Greedy tokens of one engine after the other, and the native runner's on the same file.
+
+    Args:
+        engines: arguments of ``LLM``, ``model`` a GGUF file.
+        prompts: token ids.
+        tokens: per prompt.
+    """
+    out = []
+    for engine in engines:
+        llm = build(engine)
+        got = sample(llm, prompts, max_tokens=tokens, ignore_eos=True, logprobs=2)
+        out.append({"engine": got, "native": native(engine["model"], prompts, tokens)})
+        del llm
+    return out
+
+
+def words(engine: dict[str, Any], texts: list[str]) -> dict[str, Any]:
+    """What an engine makes of text: ids, chat, end tokens; and the file's own tokenizer of it."""
+    from vllm import SamplingParams
+
+    from torch_dflash.gguf import GGUFFile, tokenizer_from_gguf
+
+    llm = build(engine)
+    results = llm.generate(texts, SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
+    with GGUFFile.open(engine["model"]) as file:
+        own = tokenizer_from_gguf(file)
+    messages = [{"role": "user", "content": "What is 2 + 2?"}]
+    [chat] = llm.chat(messages, SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
+    prompt = own.apply_chat_template(messages)
+    model = llm.llm_engine.model_config
+    params = SamplingParams()  # as vLLM completes every request's
+    ends = model.try_get_generation_config()
+    params.update_from_generation_config(ends, llm.get_tokenizer().eos_token_id)
+    return {
+        "ids": [list(r.prompt_token_ids) for r in results],
+        "own": [own.encode(t) for t in texts],
+        "texts": [r.outputs[0].text for r in results],
+        "decoded": [own.decode(r.outputs[0].token_ids) for r in results],
+        "chat": list(chat.prompt_token_ids),
+        "own_chat": own.encode(prompt, add_special=False),
+        "ends": sorted(params.all_stop_token_ids),
+        "own_ends": sorted(own.eos_ids),
+        "served": model.served_model_name,
+        "dtype": str(model.dtype),
+    }
+
+
+def refusals(cases: list[dict[str, Any]]) -> list[str]:
+    """Message of each set of engine arguments that vLLM must not accept; empty if it did."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    messages = []
+    for case in cases:
+        try:
+            EngineArgs(**case).create_engine_config()
+            messages.append("")
+        except Exception as error:  # whatever a user would see
+            messages.append(f"{type(error).__name__}: {error}")
+    return messages

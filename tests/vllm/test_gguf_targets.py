@@ -1,0 +1,143 @@
+"""GGUF targets in real engines: the native runner's tokens, the file's tokenizer, every refusal."""
+
+import engines
+import pytest
+from gguf import GGMLQuantizationType as Q
+
+from torch_dflash.gguf import Typed
+from torch_dflash.load import ASSETS
+from torch_dflash.testing.tiny import tiny_hybrid
+from torch_dflash.testing.tiny_dense import tiny_dense
+
+EMBEDDED = ASSETS / "target.gguf"
+PROMPTS = [[271, 300, 17, 5], [10, 20, 30, 40, 50, 60], [7, 411, 28], [*range(90, 130)]]
+# vLLM rounds hidden states and logits to bfloat16: 8 bits, so logits of up to 16 lie 2^-4 apart
+TIE = 2 * 2.0**-4
+
+
+def split(run):
+    """Per prompt: where the engine leaves the native runner, and how sure it was there."""
+    for got, want in zip(run["engine"], run["native"], strict=True):
+        pairs = enumerate(zip(got["tokens"], want, strict=True))
+        at = next((i for i, (a, b) in pairs if a != b), None)
+        yield at, None if at is None else got["margins"][at]
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    """A Llama with all biases and rope factors, a tied Qwen3; vocabularies that are filled up."""
+    folder = tmp_path_factory.mktemp("dense")
+    llama = tiny_dense(folder / "llama.gguf", "llama", bias=True, rope_factors=True)
+    return llama, tiny_dense(folder / "qwen3.gguf", "qwen3", bias=True, tied=True)
+
+
+def test_dense_files_give_the_native_runners_tokens_in_float32(dense):
+    """Llama's interleaved q and k rows, biases, rope factors, six types in one layer, tied head."""
+    ran = engines.run(
+        "gguf_jobs:beside_native", engines=[{"model": str(p)} for p in dense], prompts=PROMPTS,
+        tokens=32,
+    )  # fmt: skip
+    assert [list(split(run)) for run in ran.value] == [[(None, None)] * len(PROMPTS)] * 2
+    varied = {t for run in ran.value for r in run["native"] for t in r}
+    assert len(varied) > 40  # a constant output would equal anything
+
+
+def test_the_embedded_hybrid_gives_the_native_runners_tokens_in_float32(tmp_path):
+    """Tiled V heads; the second file has float rows beside quants of what reads the same input."""
+    types = {"ssm_beta.weight": int(Q.F32), "attn_gate.weight": int(Q.Q6_K)}
+    other = tiny_hybrid(tmp_path / "h.gguf", ggml_type=int(Q.Q4_K), hidden=512, types=types)
+    ran = engines.run(
+        "gguf_jobs:beside_native", engines=[{"model": str(p)} for p in (EMBEDDED, other)],
+        prompts=PROMPTS, tokens=64,
+    )  # fmt: skip
+    assert [list(split(run)) for run in ran.value] == [[(None, None)] * len(PROMPTS)] * 2
+
+
+def test_in_bfloat16_it_differs_at_ties_only():
+    [run] = engines.run(
+        "gguf_jobs:beside_native", engines=[{"model": str(EMBEDDED), "dtype": "auto"}],
+        prompts=PROMPTS, tokens=32,
+    ).value  # fmt: skip
+    splits = list(split(run))
+    assert all(margin is None or margin <= TIE for _, margin in splits), splits
+    assert sum(at is None or at >= 3 for at, _ in splits) >= 3, splits
+
+
+def test_words_are_the_files_own():
+    texts = ["def f(x):\n    return x + 1  # héllo 你好", "import os\n"]
+    ran = engines.run("gguf_jobs:words", engine={"model": str(EMBEDDED), "dtype": "auto"},
+                      texts=texts)  # fmt: skip
+    got = ran.value
+    assert got["ids"] == got["own"]
+    assert got["texts"] == got["decoded"]
+    assert got["chat"] == got["own_chat"]
+    assert got["ends"] == got["own_ends"] == [4092, 4094]
+    assert got["served"] == str(EMBEDDED)
+    assert got["dtype"] == "torch.bfloat16"
+
+
+def test_two_ranks_give_the_tokens_of_one(tmp_path):
+    """Rows, biases, a filled-up vocabulary; columns between quants, or inside by permission."""
+    llama = tiny_dense(tmp_path / "llama.gguf", "llama", bias=True, types={"attn_output": Q.Q5_K})
+    ran = engines.run(
+        "gguf_jobs:beside_native",
+        engines=[{"model": str(llama), "tensor_parallel_size": 2}],
+        env={"VLLM_CPU_OMP_THREADS_BIND": "0|1", "TORCH_DFLASH_GGUF_MISALIGNED": "dequantize"},
+        prompts=PROMPTS,
+        tokens=32,
+    )
+    assert list(split(ran.value[0])) == [(None, None)] * len(PROMPTS)
+    assert "blk.1.attn_output.weight (Q5_K): columns [(128, 256)] cut quants of 256" in ran.log
+
+
+def cases(folder):
+    """Engine arguments, and what the message must say."""
+    llama = str(tiny_dense(folder / "llama.gguf", "llama"))
+    narrow = str(tiny_dense(folder / "narrow.gguf", "qwen3", ffn=256 * 3))
+    odd = str(tiny_dense(folder / "odd.gguf", "qwen3", heads=6, kv_heads=3, head_dim=128))
+    moe = {"qwen3.expert_count": Typed("uint32", 8)}
+    experts = tiny_dense(folder / "experts.gguf", "qwen3", metadata=moe)
+    other = folder / "other.gguf"
+    other.write_bytes(EMBEDDED.read_bytes().replace(b"qwen35", b"gemma9"))
+    cut = folder / "cut.gguf"
+    cut.write_bytes(EMBEDDED.read_bytes()[:-1000])
+    text = folder / "text.gguf"
+    text.write_bytes(b"not a model, but long enough to be looked at")
+    (folder / "folder.gguf").mkdir()
+    words = {"tokenizer.ggml.model": Typed("string", "llama")}
+    pieces = tiny_dense(folder / "pieces.gguf", "llama", metadata=words)
+    drafter = str(ASSETS / "dflash.gguf")
+    yield {"model": str(folder / "none.gguf")}, "--model must be a .gguf file", "nothing there"
+    yield {"model": str(folder / "folder.gguf")}, "got a folder"
+    yield {"model": str(text)}, "text.gguf", "GGUF"
+    yield {"model": str(cut)}, "cut.gguf", "are missing", "incomplete"
+    yield {"model": drafter}, "'dflash' is a drafter's"
+    yield {"model": str(other)}, "must be one of qwen35, qwen3, llama, got 'gemma9'"
+    yield {"model": str(experts)}, "qwen3.expert_count must be absent, got 8"
+    yield {"model": str(pieces)}, "tokenizer.ggml.model must be 'gpt2'", "--tokenizer"
+    yield {"model": llama, "quantization": "fp8"}, "--quantization must be dflash_gguf", "'fp8'"
+    yield {"model": llama, "load_format": "safetensors"}, "--load-format must be auto or dflash"
+    yield {"model": llama, "load_format": "dummy"}, "--load-format must be", "'dummy'"
+    yield {"model": llama, "config_format": "mistral"}, "--config-format must be auto or hf"
+    yield {"model": llama, "hf_config_path": str(folder)}, "--hf-config-path must be absent"
+    yield {"model": llama, "enable_lora": True}, "--enable-lora must be False"
+    yield {"model": llama, "cpu_offload_gb": 1}, "--cpu-offload-gb must be 0"
+    yield {"model": llama, "dtype": "float8"}, "float8"
+    yield {"model": llama, "tensor_parallel_size": 3}, "head_count 4 must be a multiple", "by 1, 2"
+    yield {"model": odd, "tensor_parallel_size": 2}, "head_count_kv 3 must be a multiple or"
+    yield {"model": narrow, "tensor_parallel_size": 2}, "blk.0.ffn_down.weight (Q6_K", "384 columns"
+    yield {"model": str(EMBEDDED), "tensor_parallel_size": 4}, "head_count 2", "splits by 1, 2"
+    yield {"model": str(folder), "quantization": "dflash_gguf"}, "for --quantization dflash_gguf"
+
+
+def test_wrong_invocations_say_what_is_wrong(tmp_path):
+    wanted = [(args, parts) for args, *parts in cases(tmp_path)]
+    # offline, vLLM looks for a name that is no file in its cache before it asks anybody
+    env = {"HF_HUB_OFFLINE": "0"}
+    got = engines.run("gguf_jobs:refusals", env=env, cases=[args for args, _ in wanted]).value
+    wrong = [
+        (args, parts, message)
+        for (args, parts), message in zip(wanted, got, strict=True)
+        if not all(part in message for part in parts)
+    ]
+    assert not wrong, "\n".join(f"{a}\n  {p}\n  {m[:600]}" for a, p, m in wrong)
