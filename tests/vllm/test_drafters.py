@@ -1,0 +1,118 @@
+"""Every drafter in a real engine: the target's own tokens, drafts as good as the native ones."""
+
+import dataclasses
+import json
+
+import engines
+import pytest
+from safetensors.torch import load_file
+
+from torch_dflash import Session, load_drafter, load_target
+from torch_dflash.gguf import GGUFFile, tokenizer_from_gguf
+from torch_dflash.load import ASSETS
+from torch_dflash.policies import FixedPolicy
+
+KINDS = ("dflash", "dflash2", "dspark")
+PROMPTS = [
+    "def quicksort(xs):\n",
+    "import numpy as np\n\nclass Matrix:\n    def __init__(self",
+    "for i in range(10):\n    print(",
+    'def test_empty():\n    """',
+    "    if not isinstance(value, (int, float)):\n        raise",
+    "class Node:\n",
+]
+LENGTH = 96
+
+
+@dataclasses.dataclass
+class Native:
+    """What the native runner does with the prompts: tokens, and per drafter (drafts, accepted)."""
+
+    tokens: list[list[int]]
+    counts: dict[str, tuple[int, int]]
+
+
+@pytest.fixture(scope="module")
+def native() -> Native:
+    target = load_target()
+    with GGUFFile.open(ASSETS / "target.gguf") as file:
+        tokenizer = tokenizer_from_gguf(file)
+    tokens: list[list[int]] = []
+    counts = {}
+    for kind in KINDS:
+        drafts = accepted = 0
+        tokens.clear()
+        for prompt in PROMPTS:
+            session = Session(target, load_drafter(kind, target), policy=FixedPolicy())
+            out: list[int] = []
+            # a limit further away: vLLM drafts whole blocks up to its own
+            for step in session.stream(tokenizer.encode(prompt), max_new_tokens=LENGTH + 16):
+                if len(out) >= LENGTH:
+                    break
+                out += step.tokens
+                drafts += step.offered > 0
+                accepted += step.accepted
+            tokens.append(out[:LENGTH])
+        counts[kind] = (drafts, accepted)
+    return Native(tokens, counts)
+
+
+def speculative(target, tmp_path_factory, kind, model=None, prompts=PROMPTS, **spec):
+    return engines.run(
+        "generate:generate",
+        env={"TORCH_DFLASH_CACHE": tmp_path_factory.getbasetemp() / "drafters"},
+        engine={
+            "model": target,
+            "speculative_config": {
+                "method": "dflash",
+                "model": str(model or ASSETS / f"{kind}.gguf"),
+                **spec,
+            },
+        },
+        jobs=[{"prompts": prompts, "max_tokens": LENGTH}],
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_are_the_target_s_and_drafts_as_good_as_native_ones(
+    target, tmp_path_factory, native, kind
+):
+    ran = speculative(target, tmp_path_factory, kind)
+    [results] = ran.value["jobs"]
+    assert [r["tokens"] for r in results] == native.tokens
+    metrics = ran.value["metrics"]
+    drafts = metrics["vllm:spec_decode_num_drafts"]
+    accepted = metrics["vllm:spec_decode_num_accepted_tokens"]
+    # The same float32 values up to rounding, so the same drafts but where two tokens tie: 1 in 50.
+    assert (drafts, accepted) == pytest.approx(native.counts[kind], rel=0.02)
+
+
+def test_a_folder_with_its_weights_in_place_beside_fewer_tokens(
+    target, tmp_path_factory, native, tmp_path
+):
+    from torch_dflash.drafters.checkpoint import read_checkpoint
+    from torch_dflash.drafters.to_hf import write_folder
+
+    checkpoint = read_checkpoint(ASSETS / "dflash2.gguf")
+    write_folder(tmp_path / "d", checkpoint, num_target_layers=6)
+    assert load_file(tmp_path / "d/model.safetensors")
+    ran = speculative(target, tmp_path_factory, "dflash2", tmp_path / "d", num_speculative_tokens=3)
+    assert [r["tokens"] for r in ran.value["jobs"][0]] == native.tokens
+    metrics = ran.value["metrics"]
+    drafts = metrics["vllm:spec_decode_num_drafts"]
+    assert metrics["vllm:spec_decode_num_draft_tokens"] <= 3 * drafts
+    # three of the tokens that a whole block gets right one after the other
+    assert metrics["vllm:spec_decode_num_accepted_tokens"] / drafts > 1.5
+
+
+def test_a_drafter_of_another_target_never_starts(target, tmp_path_factory, tmp_path):
+    from torch_dflash.testing.tiny import tiny_drafter
+
+    other = tiny_drafter(tmp_path / "other", "dflash2")
+    with pytest.raises(AssertionError) as failed:
+        speculative(target, tmp_path_factory, "dflash2", other)
+    assert "the drafter must match the target, got hidden size 256, target has 512" in str(
+        failed.value
+    )
+    assert "use the drafter that was trained for this target" in str(failed.value)
+    assert json.dumps("EngineCore") not in str(failed.value)
