@@ -5,6 +5,15 @@
 
 namespace dflash {
 
+// The nibble of each value that iq4_value() has, by value + 128.
+struct Iq4Nibbles {
+  uint8_t of[256] = {};
+
+  constexpr Iq4Nibbles() {
+    for (int n = 0; n < 16; ++n) of[iq4_value(n) + 128] = uint8_t(n);
+  }
+};
+
 struct IQ4_XS {
   static constexpr int kType = 23, kElems = 256, kBytes = 136, kGroup = 16;
 
@@ -22,6 +31,15 @@ struct IQ4_XS {
   // Sixteen bytes hold 32 values: low nibbles first, then high nibbles.
   DFLASH_HD static int code(const uint8_t* quant, int g, int j) {
     return iq4_value((quant[8 + g / 2 * 16 + j] >> 4 * (g % 2)) & 15);
+  }
+  DFLASH_HD static void put(uint8_t* quant, int g, int j, int code) {
+    static constexpr Iq4Nibbles kNibbles;
+    quant[8 + g / 2 * 16 + j] |= uint8_t(kNibbles.of[code + 128] << 4 * (g % 2));
+  }
+  DFLASH_HD static void put_scale(uint8_t* quant, int b, int scale) {
+    const int bits = scale + 32;
+    quant[4 + b / 2] |= uint8_t((bits & 15) << 4 * (b % 2));
+    store_u16(quant + 2, load_u16(quant + 2) | uint32_t(bits >> 4) << 2 * b);
   }
 };
 

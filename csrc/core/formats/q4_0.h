@@ -12,6 +12,9 @@ struct Q4_0 {
   DFLASH_HD static int code(const uint8_t* quant, int g, int j) {
     return ((quant[2 + j] >> 4 * g) & 15) - 8;
   }
+  DFLASH_HD static void put(uint8_t* quant, int g, int j, int code) {
+    quant[2 + j] |= uint8_t((code + 8) << 4 * g);
+  }
 };
 
 }  // namespace dflash

@@ -15,6 +15,10 @@ struct Q5_K {
     const int low = (quant[48 + g / 2 * 32 + j] >> 4 * (g % 2)) & 15;
     return low | ((quant[16 + j] >> g) & 1) << 4;
   }
+  DFLASH_HD static void put(uint8_t* quant, int g, int j, int code) {
+    quant[48 + g / 2 * 32 + j] |= uint8_t((code & 15) << 4 * (g % 2));
+    quant[16 + j] |= uint8_t(code >> 4 << g);
+  }
 };
 
 }  // namespace dflash

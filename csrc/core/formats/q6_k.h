@@ -21,6 +21,14 @@ struct Q6_K {
     const int high = (quant[128 + g / 8 * 32 + g % 2 * 16 + j] >> 2 * (g / 2 % 4)) & 3;
     return (low | high << 4) - 32;
   }
+  DFLASH_HD static void put(uint8_t* quant, int g, int j, int code) {
+    const int bits = code + 32;
+    quant[g / 8 * 64 + g % 4 * 16 + j] |= uint8_t((bits & 15) << 4 * (g / 4 % 2));
+    quant[128 + g / 8 * 32 + g % 2 * 16 + j] |= uint8_t(bits >> 4 << 2 * (g / 2 % 4));
+  }
+  DFLASH_HD static void put_scale(uint8_t* quant, int g, int scale) {
+    quant[192 + g] = uint8_t(scale);
+  }
 };
 
 }  // namespace dflash

@@ -14,6 +14,17 @@ DFLASH_HD ScaleMin scale_min(const uint8_t* sm, int g) {
   return {(sm[g + 4] & 15) | ((sm[g - 4] >> 6) << 4), (sm[g + 4] >> 4) | ((sm[g] >> 6) << 4)};
 }
 
+DFLASH_HD void put_scale_min(uint8_t* sm, int g, int scale, int min) {
+  if (g < 4) {
+    sm[g] |= uint8_t(scale);
+    sm[g + 4] |= uint8_t(min);
+  } else {
+    sm[g + 4] |= uint8_t((scale & 15) | (min & 15) << 4);
+    sm[g - 4] |= uint8_t(scale >> 4 << 6);
+    sm[g] |= uint8_t(min >> 4 << 6);
+  }
+}
+
 // Scale and bias of a quant that starts with { half d; half dmin; uint8 sm[12]; }.
 DFLASH_HD Affine scale_min_affine(const uint8_t* quant, int g) {
   const ScaleMin s = scale_min(quant + 4, g);

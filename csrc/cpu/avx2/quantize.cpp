@@ -1,0 +1,3 @@
+#include "cpu/avx2.h"
+
+#include "cpu/quantize.inl"

@@ -1,0 +1,3 @@
+#include "cpu/avx512.h"
+
+#include "cpu/quantize.inl"
