@@ -15,6 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 REQUIREMENTS = ROOT / "requirements-vllm.txt"
+BESIDE = "vllm-gguf-plugin==0.0.5"  # in a folder of its own: only one test loads it
 FAKES = re.compile(r"^@torch\.library\.register_fake\(.*\n", re.MULTILINE)
 
 
@@ -44,6 +45,8 @@ def main() -> int:
         check=True,
         env={**os.environ, "DFLASH_BACKEND": "none"},
     )
+    beside = ["--no-deps", "--upgrade", "--target", venv / "beside"]
+    subprocess.run([*pip, *beside, BESIDE], check=True)
     where = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
     packages = Path(subprocess.check_output([python, "-c", where], text=True).strip())
     fakes = packages / "torchvision/_meta_registrations.py"

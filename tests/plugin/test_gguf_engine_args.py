@@ -1,6 +1,6 @@
 """Which models become ours, and with which arguments."""
 
-import importlib.util
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -35,14 +35,9 @@ def alone(tmp_path, monkeypatch):
 
 
 def installed(monkeypatch, there):
-    real = importlib.util.find_spec
-
-    def find(name, *rest):
-        if name == "vllm_gguf_plugin":
-            return object() if there else None
-        return real(name, *rest)
-
-    monkeypatch.setattr(importlib.util, "find_spec", find)
+    """vLLM's list of quantization methods, with or without the other plugin's."""
+    methods = SimpleNamespace(QUANTIZATION_METHODS=["fp8", "gguf"] if there else ["fp8"])
+    monkeypatch.setitem(sys.modules, "vllm.model_executor.layers.quantization", methods)
 
 
 def args(**changes):
@@ -84,6 +79,7 @@ def test_other_models_are_left_alone():
 )
 def test_the_other_plugin_keeps_its_files(monkeypatch, asked, caplog):
     installed(monkeypatch, True)
+    engine_args._say_left.cache_clear()
     a = args(**asked)
     with caplog.at_level("INFO"):
         resolve(a)

@@ -75,3 +75,45 @@ def refusals(cases: list[dict[str, Any]]) -> list[str]:
         except Exception as error:  # whatever a user would see
             messages.append(f"{type(error).__name__}: {error}")
     return messages
+
+
+def beside_other_plugin(
+    folder: str, ours: dict[str, Any], theirs: dict[str, Any], other_first: bool
+) -> dict[str, Any]:
+    """An engine of ours while vllm-gguf-plugin is loaded too, and a config of theirs.
+
+    Its kernels are Triton's and CUDA's, and it does not load without Triton: vLLM's placeholder
+    stands in for that. So its model is resolved here, not run.
+
+    Args:
+        folder: where the other plugin is.
+        ours: arguments of an engine that runs.
+        theirs: arguments of one that does not.
+        other_first: order in which the plugins register.
+    """
+    import sys
+
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.triton_utils.importing import TritonLanguagePlaceholder, TritonPlaceholder
+
+    stand_ins = {"triton": TritonPlaceholder(), "triton.language": TritonLanguagePlaceholder()}
+    sys.modules.update(stand_ins)
+    sys.path.append(folder)
+    import vllm_gguf_plugin
+
+    for name in stand_ins:
+        del sys.modules[name]
+    import torch_dflash_vllm
+
+    plugins = [torch_dflash_vllm.register, vllm_gguf_plugin.register]
+    for register in reversed(plugins) if other_first else plugins:
+        register()
+    llm = build(ours)
+    [got] = sample(llm, [[271, 300, 17, 5]], max_tokens=16, ignore_eos=True)
+    config = EngineArgs(**theirs).create_engine_config().model_config
+    return {
+        "tokens": got["tokens"],
+        "native": native(ours["model"], [[271, 300, 17, 5]], 16)[0],
+        "ours": llm.llm_engine.model_config.quantization,
+        "theirs": [config.quantization, config.model_weights],
+    }

@@ -1,8 +1,14 @@
 """GGUF targets in real engines: the native runner's tokens, the file's tokenizer, every refusal."""
 
+import json
+import sys
+from pathlib import Path
+
 import engines
 import pytest
 from gguf import GGMLQuantizationType as Q
+from torch_dflash_vllm.gguf.folder import open_target
+from torch_dflash_vllm.gguf.hf_config import hf_config
 
 from torch_dflash.gguf import Typed
 from torch_dflash.load import ASSETS
@@ -77,17 +83,43 @@ def test_words_are_the_files_own():
 
 
 def test_two_ranks_give_the_tokens_of_one(tmp_path):
-    """Rows, biases, a filled-up vocabulary; columns between quants, or inside by permission."""
+    """Rows, biases, a filled-up vocabulary; columns between quants, or inside by permission.
+
+    Then the hybrid: a K head and its two V heads each, one KV head for both.
+    """
     llama = tiny_dense(tmp_path / "llama.gguf", "llama", bias=True, types={"attn_output": Q.Q5_K})
     ran = engines.run(
         "gguf_jobs:beside_native",
-        engines=[{"model": str(llama), "tensor_parallel_size": 2}],
+        engines=[{"model": str(p), "tensor_parallel_size": 2} for p in (llama, EMBEDDED)],
         env={"VLLM_CPU_OMP_THREADS_BIND": "0|1", "TORCH_DFLASH_GGUF_MISALIGNED": "dequantize"},
+        timeout=600,
         prompts=PROMPTS,
         tokens=32,
     )
-    assert list(split(ran.value[0])) == [(None, None)] * len(PROMPTS)
+    assert [list(split(run)) for run in ran.value] == [[(None, None)] * len(PROMPTS)] * 2
     assert "blk.1.attn_output.weight (Q5_K): columns [(128, 256)] cut quants of 256" in ran.log
+
+
+@pytest.mark.parametrize("other_first", [False, True])
+def test_vllm_gguf_plugin_beside_ours(dense, tmp_path, other_first):
+    beside = Path(sys.prefix, "beside")
+    if not beside.is_dir():
+        pytest.skip(f"vllm-gguf-plugin is not in {beside}, where tools/vllm_env.py puts it")
+    llama, _ = dense
+    config = hf_config(*reversed(open_target(llama)))
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    ran = engines.run(
+        "gguf_jobs:beside_other_plugin",
+        folder=str(beside),
+        ours={"model": str(llama), "quantization": "dflash_gguf"},
+        theirs={"model": str(llama), "tokenizer": str(tmp_path), "dtype": "float16"},
+        other_first=other_first,
+    )
+    assert ran.value["tokens"] == ran.value["native"]
+    assert ran.value["ours"] == "dflash_gguf"
+    assert ran.value["theirs"] == ["gguf", str(llama)]
+    assert ran.log.count("is left to vllm-gguf-plugin") == 1
 
 
 def cases(folder):

@@ -1,6 +1,6 @@
 """``LLM(model="x.gguf")`` and ``vllm serve x.gguf``: the file becomes a folder before vLLM looks.
 
-Whose file it is, where vllm-gguf-plugin is installed too:
+Whose file it is, where vllm-gguf-plugin is loaded too:
 
 * ours, if asked for: ``--quantization dflash_gguf``, ``--load-format dflash_gguf`` or
   ``TORCH_DFLASH_GGUF=1``;
@@ -8,9 +8,9 @@ Whose file it is, where vllm-gguf-plugin is installed too:
 """
 
 import functools
-import importlib.util
 import logging
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ __all__ = ["install", "resolve"]
 
 _log = logging.getLogger("vllm.torch_dflash")
 
-_OTHER = "vllm_gguf_plugin"
 ASK = "TORCH_DFLASH_GGUF"
 _METHODS = ("create_engine_config", "create_model_config")
 
@@ -122,13 +121,24 @@ def _left_to_other(args: Any) -> bool:
         return True
     if "gguf" in (args.quantization, args.load_format, args.config_format):
         return True
-    if ask is None and importlib.util.find_spec(_OTHER) is not None:
-        _log.info(
-            "torch-dflash: %s is left to vllm-gguf-plugin; --quantization %s or %s=1 serves it "
-            "through torch-dflash", args.model, QUANTIZATION, ASK,
-        )  # fmt: skip
+    if ask is None and _other_is_there():
+        _say_left(args.model)
         return True
     return False
+
+
+@functools.cache  # vLLM comes by twice
+def _say_left(model: str) -> None:
+    _log.info(
+        "torch-dflash: %s is left to vllm-gguf-plugin; --quantization %s or %s=1 serves it "
+        "through torch-dflash", model, QUANTIZATION, ASK,
+    )  # fmt: skip
+
+
+def _other_is_there() -> bool:
+    """Whether another plugin took the name ``gguf``; vLLM loads all plugins before it asks."""
+    methods = sys.modules.get("vllm.model_executor.layers.quantization")
+    return "gguf" in getattr(methods, "QUANTIZATION_METHODS", ())
 
 
 def _check_arguments(args: Any) -> None:
