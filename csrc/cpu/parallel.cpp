@@ -15,7 +15,8 @@
 namespace dflash::cpu {
 namespace {
 
-constexpr int kSpins = 2000;  // about 40 us of pauses: longer than the gap between two operators
+constexpr int kSpins = 2000;   // about 40 us of pauses: longer than the gap between two operators
+constexpr int kYields = 1000;  // then at most half a millisecond: the gap between two steps
 
 struct Job {
   RangeBody body;
@@ -81,6 +82,10 @@ class Pool {
       while (generation_.load(std::memory_order_acquire) == seen) {
         if (++spins < kSpins) {
           _mm_pause();
+          continue;
+        }
+        if (spins < kSpins + kYields) {
+          std::this_thread::yield();
           continue;
         }
         std::unique_lock hold(lock_);

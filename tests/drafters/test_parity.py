@@ -111,7 +111,7 @@ def test_zlab(kind, layers, causal, rope, tmp_path):
         ours.commit(context)
         hidden = ours.forward(torch.tensor([anchor]), rows)
         assert nmse(hidden, expected) <= NMSE
-        tokens = ours.propose(torch.tensor([anchor]), rows - 1, GREEDY).tokens[0].tolist()
+        tokens = ours.propose(torch.tensor([anchor]), rows - 1, GREEDY, rows).tokens[0].tolist()
         if kind == "dflash":
             logits = theirs.compute_logits(expected[1:], target.lm_head)
             best = logits.topk(2).values
@@ -149,8 +149,8 @@ def test_row_31_multiplier_and_cap_come_before_the_candidates(tmp_path):
             for drafter in (ours, plain):
                 drafter.commit(context)
             path = theirs.propose(expected[None, 1:], token, target.lm_head, 0.0)[0][0].tolist()
-            assert ours.propose(token, rows - 1, GREEDY).tokens[0].tolist() == path
-            different += plain.propose(token, rows - 1, GREEDY).tokens[0].tolist() != path
+            assert ours.propose(token, rows - 1, GREEDY, rows).tokens[0].tolist() == path
+            different += plain.propose(token, rows - 1, GREEDY, rows).tokens[0].tolist() != path
     assert different > 0
 
 

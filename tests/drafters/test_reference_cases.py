@@ -93,7 +93,7 @@ def run_steps(drafter, io):
         first = 0 if config.kind == "dspark" and config.sample_from_anchor else 1
         hidden = drafter.forward(step["anchor"], rows)
         close(hidden, step["hidden"], HIDDEN)
-        proposal = drafter.propose(step["anchor"], rows - first, GREEDY)
+        proposal = drafter.propose(step["anchor"], rows - first, GREEDY, rows)
         assert proposal.tokens[0].tolist() == step["draft_ids"].tolist()
         assert proposal.offered.tolist() == [rows - first]
         if "confidence" in step:

@@ -69,6 +69,30 @@ def test_finds_a_drafter_that_starts_to_pay():
     assert sum(n > 3 for n in lengths[-500:]) > 450
 
 
+def test_a_machine_that_gets_slower_does_not_mislead():
+    """All lengths take longer; only those that are run are seen to."""
+    policy = CostPolicy()
+
+    def cost(n):
+        return 1.0 if n == 0 else 1.2 + 0.35 * n
+
+    simulate(policy, cost, [0.8] * 7, 300)  # n = 2 .. 4 pay: 1.3 plain
+    for slower, seed in ((1.6, 1), (0.7, 2)):
+
+        def now(n, slower=slower):
+            return slower * cost(n)
+
+        tokens, seconds, _ = simulate(policy, now, [0.8] * 7, 400, seed=seed)
+        assert tokens / seconds > 0.95 * best_rate(now, [0.8] * 7)
+        assert policy.seconds(7)[0] == pytest.approx(slower, rel=0.1)
+
+
+def test_plain_steps_are_timed_again_while_drafting():
+    policy = CostPolicy()
+    _, _, lengths = simulate(policy, lambda n: 1.0 + 0.05 * n, [0.9] * 7, 400)
+    assert 8 <= lengths[100:].count(0) <= 12
+
+
 def test_outliers_and_junk_times_are_ignored():
     policy = CostPolicy()
     simulate(policy, lambda n: 1.0 + 0.1 * n, [0.9] * 7, 100)

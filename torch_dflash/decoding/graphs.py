@@ -1,7 +1,7 @@
 """Forward passes recorded once per shape, then run without Python between their operators."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -59,7 +59,7 @@ class StepGraphs:
 
     def __init__(self) -> None:
         self.enabled = True
-        self._graphs: dict[tuple[str, int], _Graph[Any] | None] = {}
+        self._graphs: dict[tuple[Hashable, int], _Graph[Any] | None] = {}
         self._capacity, self._bytes = -1, 0
 
     def clear(self) -> None:
@@ -69,7 +69,7 @@ class StepGraphs:
 
     def run(
         self,
-        name: str,
+        name: Hashable,
         data: Tensor,
         cache: KVCache,
         start: int,
@@ -79,7 +79,7 @@ class StepGraphs:
         """``run(data, rows)`` for rows that stand at ``start ..``.
 
         Args:
-            name: of the pass.
+            name: of the pass, and what it depends on besides its inputs.
             data: its input, one row each.
             cache: has room for the rows afterwards.
             start: position of the first row.
@@ -126,7 +126,7 @@ class StepGraphs:
 
     def _record(
         self,
-        key: tuple[str, int],
+        key: tuple[Hashable, int],
         data: Tensor,
         cache: KVCache,
         start: int,

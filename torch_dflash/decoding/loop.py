@@ -23,7 +23,9 @@ from .target import Target
 __all__ = ["Generation", "Session", "StepResult"]
 
 TARGET_STREAM, ACCEPT_STREAM = 0, 2  # of ops.uniform; drafts use 1
-_PENDING = 64  # steps whose target_hidden may wait for the next draft
+# Bytes of target_hidden that may wait for the next draft: a burst of plain steps longer than the
+# text that is wanted never costs a commit.
+_PENDING_BYTES = 64 << 20
 # target or drafter -> key of the session whose tokens its state holds
 _HOLDERS: "WeakKeyDictionary[Target | Drafter, object]" = WeakKeyDictionary()
 
@@ -91,7 +93,7 @@ class Session:
         if self.drafter is not None:
             self.drafter.reset()
             _HOLDERS[self.drafter] = self._key
-        self._committed, self._pending = [], []
+        self._committed, self._pending, self._pending_bytes = [], [], 0
 
     def _holds_state(self) -> bool:
         """Whether target and drafter still hold the tokens of this session."""
@@ -178,7 +180,8 @@ class Session:
             logits = self._prefill(prompt)
             anchor = self._choose(logits, len(prompt), sampling)
             stats.prefill_seconds = time.perf_counter() - began
-            emitted, text = self._emit([int(anchor)], stop)
+            newest = int(anchor)
+            emitted, text = self._emit([newest], stop)
             left = max_new_tokens - 1
         stats.new_tokens = 1
         self._finish(result, stop, left)
@@ -186,10 +189,10 @@ class Session:
         while left and stop.reason is None:
             with self._running():
                 began = time.perf_counter()
-                tokens, offered, accepted = self._step(anchor, left, sampling)
+                following, tokens, offered, accepted = self._step(anchor, left, sampling)
                 emitted, text = self._emit(tokens[:left], stop)
-                self._commit(anchor, emitted)
-                anchor = anchor.new_tensor([emitted[-1]])
+                self._commit(newest, emitted)
+                anchor, newest = following, emitted[-1]
                 seconds = time.perf_counter() - began
             left -= len(emitted)
             stats.new_tokens += len(emitted)
@@ -232,8 +235,8 @@ class Session:
 
     def _step(
         self, anchor: Tensor, left: int, sampling: SamplingParams
-    ) -> tuple[list[int], int, int]:
-        """One verification: (new tokens, draft tokens offered, draft tokens accepted)."""
+    ) -> tuple[Tensor, list[int], int, int]:
+        """One verification: (next anchor, new tokens, draft tokens offered, and accepted)."""
         if not self._holds_state():
             raise RuntimeError(
                 "generate: the target or the drafter was used by another session in the meantime; "
@@ -243,13 +246,14 @@ class Session:
         if proposal is None:
             self._verified = self.target.verify(anchor)
             position = self.target.length + 1
-            return [int(self._choose(self._verified.logits, position, sampling))], 0, 0
+            token = self._choose(self._verified.logits, position, sampling)
+            return token, [int(token)], 0, 0
         draft = proposal.tokens
         offered = draft.shape[1]
         self._verified = self.target.verify(torch.cat([anchor, draft[0]]))
         accepted, bonus = self._accept(proposal, self._verified.logits, sampling)
         n = int(accepted)
-        return [*draft[0, :n].tolist(), int(bonus)], offered, n
+        return bonus, [*draft[0, :n].tolist(), int(bonus)], offered, n
 
     def _propose(self, anchor: Tensor, left: int, sampling: SamplingParams) -> Proposal | None:
         if self.drafter is None:
@@ -301,14 +305,16 @@ class Session:
         """Hand the drafter its context; a burst of plain steps is handed over at once."""
         if self._pending and self.drafter is not None:
             self.drafter.commit(torch.cat(self._pending))
-            self._pending = []
+            self._pending, self._pending_bytes = [], 0
 
-    def _commit(self, anchor: Tensor, emitted: list[int]) -> None:
+    def _commit(self, anchor: int, emitted: list[int]) -> None:
         """The anchor and all emitted tokens but the last are now in the state."""
         rows = len(emitted)
         self.target.commit(rows)
         if self.drafter is not None:
-            self._pending.append(self._verified.target_hidden[:rows])
-            if len(self._pending) >= _PENDING:
+            hidden = self._verified.target_hidden[:rows]
+            self._pending.append(hidden)
+            self._pending_bytes += hidden.nbytes
+            if self._pending_bytes >= _PENDING_BYTES:
                 self._flush()
-        self._committed += [int(anchor), *emitted[:-1]]
+        self._committed += [anchor, *emitted[:-1]]

@@ -1,6 +1,6 @@
 """DFlash: a block of mask tokens, denoised in one pass over the target's hidden states."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -289,7 +289,9 @@ class DFlash(Drafter):
         """
         return self._run("forward", self._backbone, anchor, rows).clone()
 
-    def _run(self, name: str, run: Callable[[Tensor, Rows], T], anchor: Tensor, rows: int) -> T:
+    def _run(
+        self, name: Hashable, run: Callable[[Tensor, Rows], T], anchor: Tensor, rows: int
+    ) -> T:
         """A pass over the anchor and ``rows - 1`` masks; its result lives until the next one."""
         tail = self.mask.expand(rows - 1)
         return self.graphs.run(name, anchor, self.cache, self._length, run, tail)
@@ -308,6 +310,21 @@ class DFlash(Drafter):
         positions = torch.arange(first, first + draft_tokens, device=self.device)
         return ops.uniform(torch.full_like(positions, sampling.seed), positions, DRAFT_STREAM)
 
+    @property
+    def skipped_rows(self) -> int:
+        """Rows before the first that predicts: the anchor's, unless drafts are sampled from it."""
+        return 0 if self.config.sample_from_anchor else 1
+
+    def _block_rows(self, draft_tokens: int, rows: int | None) -> int:
+        """Rows to run, after checks."""
+        size, needed = self.config.block_size, draft_tokens + self.skipped_rows
+        self.check_draft_tokens(draft_tokens)
+        if rows is not None and not needed <= rows <= size:
+            raise ValueError(
+                f"rows must be {needed}..{size} to draft {draft_tokens} tokens, got {rows}"
+            )
+        return size if rows is None else rows
+
     def check_draft_tokens(self, draft_tokens: int) -> None:
         """Refuse a block that the drafter was not trained for."""
         if not 1 <= draft_tokens <= self.config.max_draft_tokens:
@@ -316,13 +333,19 @@ class DFlash(Drafter):
                 f"(block size {self.config.block_size}), got {draft_tokens}"
             )
 
-    def propose(self, anchor: Tensor, draft_tokens: int, sampling: SamplingParams) -> Proposal:
+    def propose(
+        self,
+        anchor: Tensor,
+        draft_tokens: int,
+        sampling: SamplingParams,
+        rows: int | None = None,
+    ) -> Proposal:
         """Draft one block: rows 1.. predict the tokens at their own positions."""
-        self.check_draft_tokens(draft_tokens)
+        rows = self._block_rows(draft_tokens, rows)
         if sampling.greedy:
-            ids = self._run("greedy", self._best, anchor, draft_tokens + 1)
+            ids = self._run_best(anchor, draft_tokens, rows)
             return Proposal(self._target_ids(ids.clone()), self._offered(draft_tokens))
-        logits = self.head(self.forward(anchor, draft_tokens + 1)[1:])
+        logits = self.head(self.forward(anchor, rows)[1 : 1 + draft_tokens])
         c = self.config
         multiplier, softcap = c.output_multiplier, c.final_logit_softcapping
         if multiplier != 1 or softcap != 0:  # the k best of all, put back where they were
@@ -335,8 +358,19 @@ class DFlash(Drafter):
             q = full.index_copy_(1, self.d2t, q)
         return Proposal(self._target_ids(ids), self._offered(draft_tokens), q=q[None])
 
-    def _best(self, tokens: Tensor, block: Rows) -> Any:
-        logits, c = self.head(self._backbone(tokens, block)[1:]), self.config
+    def _run_best(self, anchor: Tensor, draft_tokens: int, rows: int) -> Any:
+        """The greedy pass of this kind of drafter."""
+        first = self.skipped_rows
+
+        def run(tokens: Tensor, block: Rows) -> Any:
+            hidden = self._backbone(tokens, block)[first : first + draft_tokens]
+            return self._best(hidden, tokens[:1])
+
+        return self._run(("greedy", draft_tokens), run, anchor, rows)
+
+    def _best(self, hidden: Tensor, anchor: Tensor) -> Any:
+        """What the rows of ``hidden`` predict, by operators alone."""
+        logits, c = self.head(hidden), self.config
         best = ops.head_topk(logits, 1, c.output_multiplier, c.final_logit_softcapping)[1]
         return best.view(1, -1)
 

@@ -67,23 +67,27 @@ class DFlash2(DFlash):
         zeros = torch.zeros(self.config.block_size)
         self.register_buffer("zeros", zeros, persistent=False)
 
-    def propose(self, anchor: Tensor, draft_tokens: int, sampling: SamplingParams) -> Proposal:
+    def propose(
+        self,
+        anchor: Tensor,
+        draft_tokens: int,
+        sampling: SamplingParams,
+        rows: int | None = None,
+    ) -> Proposal:
         """Draft one block: the best path through the top-k candidates of each row."""
-        self.check_draft_tokens(draft_tokens)
+        rows = self._block_rows(draft_tokens, rows)
         offered = self._offered(draft_tokens)
         if sampling.greedy:
-            tokens = self._run("greedy", self._best, anchor, draft_tokens + 1)
-            return Proposal(tokens.clone(), offered)
-        hidden = self.forward(anchor, draft_tokens + 1)[1:]
+            return Proposal(self._run_best(anchor, draft_tokens, rows).clone(), offered)
+        hidden = self.forward(anchor, rows)[1 : 1 + draft_tokens]
         temperature = torch.full((1,), sampling.temperature, device=self.device)
         uniforms = self.uniforms(draft_tokens, sampling).view(1, -1)
         tokens, q, ids = self._walk(hidden, anchor, temperature, uniforms)
         return Proposal(tokens, offered, q=q, q_ids=ids[None])
 
-    def _best(self, tokens: Tensor, block: Rows) -> Tensor:
-        hidden = self._backbone(tokens, block)[1:]
-        zeros = self.zeros[: block.rows]
-        return self._walk(hidden, tokens[:1], zeros[:1], zeros[1:].view(1, -1))[0]
+    def _best(self, hidden: Tensor, anchor: Tensor) -> Tensor:
+        uniforms = self.zeros[: hidden.shape[0]].view(1, -1)
+        return self._walk(hidden, anchor, self.zeros[:1], uniforms)[0]
 
     def _walk(
         self, hidden: Tensor, anchor: Tensor, temperature: Tensor, uniforms: Tensor

@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..decoding.kv_cache import Rows
 from ..decoding.proposal import Proposal
 from ..decoding.sampling import SamplingParams
 from ..nn import QuantEmbedding, QuantLinear
@@ -31,17 +30,23 @@ class DSpark(DFlash):
         bias = t.optional_floats("confidence_head.proj.bias")
         self.register_buffer("confidence_bias", bias, persistent=False)
 
-    def propose(self, anchor: Tensor, draft_tokens: int, sampling: SamplingParams) -> Proposal:
+    def propose(
+        self,
+        anchor: Tensor,
+        draft_tokens: int,
+        sampling: SamplingParams,
+        rows: int | None = None,
+    ) -> Proposal:
         """Draft one block: each token conditions the next through the Markov table."""
-        self.check_draft_tokens(draft_tokens)
-        skip = self._skipped_rows
+        rows = self._block_rows(draft_tokens, rows)
         offered, scored = self._offered(draft_tokens), self.confidence_weight is not None
         if sampling.greedy:
-            tokens, _, confidence = self._run("greedy", self._best, anchor, draft_tokens + skip)
+            tokens, _, confidence = self._run_best(anchor, draft_tokens, rows)
             return Proposal(
                 tokens.clone(), offered, confidence=confidence.clone() if scored else None
             )
-        hidden = self.forward(anchor, draft_tokens + skip)[skip:]
+        first = self.skipped_rows
+        hidden = self.forward(anchor, rows)[first : first + draft_tokens]
         temperature = torch.full((1,), sampling.temperature, device=self.device)
         uniforms = self.uniforms(draft_tokens, sampling).view(1, -1)
         tokens, q, confidence = self._chain(hidden, anchor, temperature, uniforms)
@@ -50,14 +55,8 @@ class DSpark(DFlash):
             q = full.index_copy_(2, self.d2t, q)
         return Proposal(tokens, offered, q=q, confidence=confidence if scored else None)
 
-    @property
-    def _skipped_rows(self) -> int:
-        """Rows before the first that predicts: the anchor's, unless the drafter samples from it."""
-        return 0 if self.config.sample_from_anchor else 1
-
-    def _best(self, tokens: Tensor, block: Rows) -> tuple[Tensor, Tensor, Tensor]:
-        hidden = self._backbone(tokens, block)[self._skipped_rows :]
-        return self._chain(hidden, tokens[:1], None, None)
+    def _best(self, hidden: Tensor, anchor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self._chain(hidden, anchor, None, None)
 
     def _chain(
         self, hidden: Tensor, anchor: Tensor, temperature: Tensor | None, uniforms: Tensor | None

@@ -93,7 +93,7 @@ class Decoder(Module):
             counts[type(layer.mixer)] += 1
         self._counts = counts
         self.graphs = StepGraphs()
-        self._captured: list[int] = []
+        self._captured: tuple[int, ...] = ()
         self._verified = 0  # rows of a verification that is not committed yet
         self.state = self._new_state()
 
@@ -166,9 +166,7 @@ class Decoder(Module):
                     f"target_layer_ids must be in 0..{self.num_layers - 2} for a target of "
                     f"{self.num_layers} layers, got {i}"
                 )
-        if self._captured != list(layer_ids):
-            self._captured = list(layer_ids)
-            self.graphs.clear()
+        self._captured = tuple(layer_ids)
 
     def reset(self) -> None:
         """Forget the sequence, and a verification that was not committed."""
@@ -190,12 +188,11 @@ class Decoder(Module):
 
     def _target_hidden(self, captured: Tensor) -> Tensor:
         """The captured layers, a copy in the order that was asked for."""
-        order = sorted(self._captured)
-        if order == self._captured and len(set(order)) == len(order):
-            return captured.clone()
+        order = sorted(set(self._captured))
+        if order == [*self._captured]:
+            return captured.clone() if order else captured
         layers = captured.split(self.hidden_size, 1)
-        unique = sorted(set(order))
-        return torch.cat([layers[unique.index(i)] for i in self._captured], 1)
+        return torch.cat([layers[order.index(i)] for i in self._captured], 1)
 
     def prefill(self, tokens: Tensor, sink: Callable[[Tensor], None] | None = None) -> Tensor:
         """Append and commit tokens.
@@ -242,7 +239,7 @@ class Decoder(Module):
             raise ValueError(f"verify: tokens must be [1..{MAX_ROWS}], got {list(tokens.shape)}")
         self._check_committed("verify")
         kv, start = self.state.kv, self.length
-        normed, captured = self.graphs.run("verify", tokens, kv, start, self._rows)
+        normed, captured = self.graphs.run(self._captured, tokens, kv, start, self._rows)
         self._verified = tokens.shape[0]
         return Verification(self.vocabulary.head(normed), self._target_hidden(captured))
 

@@ -79,6 +79,7 @@ class RecurrentState:
         self.conv_accepted = torch.ones(1, dtype=torch.int32, device=device)
         self.accepted = torch.zeros(1, dtype=torch.int32, device=device)
         self.parity = torch.zeros(1, dtype=torch.int32, device=device)
+        self._parity = 0  # what the tensor holds
         self.prefill_slot: Tensor | None = None  # set while rows are committed as they run
         self._pending = 0  # rows of the journal that belong to the sequence but not to the base
         self.reset()
@@ -90,8 +91,12 @@ class RecurrentState:
         for state in self.state:
             state.zero_()
         self._set(conv=1, accepted=0 if self.kind == "journal" else 1)
-        self.parity.zero_()
+        self._set_parity(0)
         self._pending = 0
+
+    def _set_parity(self, parity: int) -> None:
+        self._parity = parity
+        self.parity.fill_(parity)
 
     def _set(self, conv: int, accepted: int) -> None:
         self.conv_accepted.fill_(conv)
@@ -137,7 +142,7 @@ class RecurrentState:
         """Keep the first ``rows`` rows of the last verification."""
         self._set(conv=rows, accepted=rows)
         if self.kind == "journal":
-            self.parity.bitwise_xor_(1)
+            self._set_parity(1 - self._parity)
             self._pending = rows
 
 

@@ -23,7 +23,10 @@ class Module(nn.Module):
         return self.forward(*args, **kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Assign as usual, then mirror."""
+        """Assign as usual, then mirror; a number that changes every step takes the short way."""
+        if type(value) in (int, float, bool, tuple) and name in self.__dict__:
+            self.__dict__[name] = value
+            return
         super().__setattr__(name, value)
         if name in self._buffers or name in self._modules:
             self.__dict__[name] = value

@@ -10,6 +10,7 @@ from .report import AcceptanceReport
 __all__ = ["CostPolicy"]
 
 _FIRST_BURST, _LONGEST_BURST = 32, 512  # plain steps between two probes
+_REFRESH = 32  # drafted steps after which a plain step, then one of full length is timed again
 
 
 class CostPolicy:
@@ -17,9 +18,9 @@ class CostPolicy:
 
     A step with n draft tokens emits ``1 + sum over i <= n of P(the first i are accepted)`` tokens
     and takes ``t(n)`` seconds. Acceptance is counted per position, among tokens really offered;
-    times are medians, made monotone in n, and interpolated between the lengths that were run.
-    Where plain decoding wins, it runs in bursts that grow, with a probe between them, so that a
-    drafter that starts to pay is found again.
+    times are lower quartiles, made monotone in n, and interpolated between the lengths that were
+    run. Where plain decoding wins, it runs in bursts that grow, with a probe between them, so that
+    a drafter that starts to pay is found again; where it does not, it is timed now and then.
 
     Args:
         draft_tokens: never more than this; None takes the drafter's full block.
@@ -34,6 +35,8 @@ class CostPolicy:
         self._acceptance = Acceptance()
         self._plain_left = 0
         self._burst = _FIRST_BURST
+        self._drafted = 0  # steps since the last plain one
+        self._full_next = False
         self._probing = False
         self._report = AcceptanceReport()
 
@@ -46,6 +49,12 @@ class CostPolicy:
         if self._plain_left > 0:
             self._plain_left -= 1
             return 0
+        if self._drafted >= _REFRESH:
+            self._full_next = True
+            return 0
+        if self._full_next:
+            self._full_next = False
+            return most
         times = self.seconds(most)
         best = best_draft_tokens(self._acceptance.survival(most), times) if times else most
         self._probing = best == 0
@@ -97,6 +106,7 @@ class CostPolicy:
     def observe(self, offered: int, accepted: int, seconds: float) -> None:
         """Take note of a finished step; times that cannot be are ignored."""
         self._times.observe(offered, seconds)
+        self._drafted = self._drafted + 1 if offered else 0
         if offered == 0:
             return
         if self._probing and accepted > sum(self._acceptance.survival(offered)):
@@ -105,5 +115,5 @@ class CostPolicy:
         self._report.observe(offered, accepted)
 
     def seconds(self, most: int) -> list[float]:
-        """Times of 0 .. most draft tokens: medians, monotone, interpolated; empty if unknown."""
+        """Times of 0 .. most draft tokens: quartiles, monotone, interpolated; empty if unknown."""
         return self._times.seconds(most)

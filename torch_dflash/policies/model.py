@@ -7,13 +7,19 @@ from statistics import median
 
 __all__ = ["Acceptance", "StepTimes", "best_draft_tokens"]
 
-_WINDOW = 15  # step times kept per length; their median ignores outliers
+_WINDOW = 15  # step times kept per length
 _SKIP = 1  # first step of a length: allocations, cold code
 _CALIBRATION = 3  # measured steps of each calibrated length before its time is believed
 _DECAY = 0.98  # of the acceptance counts, per drafted step: about the last 50 steps count
 _PROBE_DECAY = 0.7  # the same for a probe: it is rare, and has to count
 _PRIOR = (4.0, 0.7)  # weight and value of the acceptance assumed at every position before evidence
-_MARGIN = 1.02  # a length must promise this much more than plain decoding
+_MARGIN = 1.04  # a length must promise this much more than plain decoding
+_DRIFT = 5, 1.1  # steps that agree, and by what factor, before all times are taken to have changed
+
+
+def _typical(times: Sequence[float]) -> float:
+    """The lower quartile: what others do on the machine only ever adds time."""
+    return sorted(times)[(len(times) - 1) // 4]
 
 
 class Acceptance:
@@ -44,19 +50,37 @@ class Acceptance:
 
 
 class StepTimes:
-    """Seconds of a step by its number of draft tokens."""
+    """Seconds of a step by its number of draft tokens.
+
+    A machine that is slower for a while is so for every length: when the latest steps agree that
+    they take longer (or less long) than what was known of their lengths, all times change by that.
+    """
 
     def __init__(self) -> None:
         self._times: dict[int, deque[float]] = {}
         self._seen: dict[int, int] = {}
+        self._drift: deque[float] = deque(maxlen=_DRIFT[0])
 
     def observe(self, draft_tokens: int, seconds: float) -> None:
         """Take note of a step; times that cannot be are ignored."""
         if not (math.isfinite(seconds) and seconds > 0):
             return
         self._seen[draft_tokens] = self._seen.get(draft_tokens, 0) + 1
-        if self._seen[draft_tokens] > _SKIP:
-            self._times.setdefault(draft_tokens, deque(maxlen=_WINDOW)).append(seconds)
+        if self._seen[draft_tokens] <= _SKIP:
+            return
+        times = self._times.setdefault(draft_tokens, deque(maxlen=_WINDOW))
+        if len(times) >= _CALIBRATION:
+            self._drift.append(seconds / _typical(times))
+        times.append(seconds)
+        full = len(self._drift) == self._drift.maxlen
+        if full and (min(self._drift) > _DRIFT[1] or max(self._drift) < 1 / _DRIFT[1]):
+            self._rescale(median(self._drift))
+
+    def _rescale(self, factor: float) -> None:
+        self._drift.clear()
+        for n, times in self._times.items():
+            now = _typical(times) * factor  # most of them are from before
+            self._times[n] = deque([now] * _CALIBRATION, maxlen=_WINDOW)
 
     def uncalibrated(self, lengths: Sequence[int]) -> int | None:
         """The first of these lengths that was not timed often enough; None: all were."""
@@ -66,8 +90,8 @@ class StepTimes:
         return None
 
     def seconds(self, most: int) -> list[float]:
-        """Times of 0 .. most draft tokens: medians, monotone, interpolated; empty if unknown."""
-        known = sorted((n, median(t)) for n, t in self._times.items() if t)
+        """Times of 0 .. most draft tokens: quartiles, monotone, interpolated; empty if unknown."""
+        known = sorted((n, _typical(t)) for n, t in self._times.items() if t)
         if not known or known[0][0] != 0:
             return []
         floor = 0.0
