@@ -33,6 +33,7 @@ def test_loop(kind, target, fixtures):
     drafter = drafter_for(checkpoint.config, checkpoint.tensors, target.vocabulary)
     runs = json.loads((folder / "runs.json").read_text())
     for run in runs:
+        drafter.block_rows = run["block_size"]
         session = Session(target, drafter, FixedPolicy(run["block_size"] - 1))
         out = session.generate(
             run["prompt"], run["max_new_tokens"], stop=StopChecker(run.get("stop", []))

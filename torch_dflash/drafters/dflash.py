@@ -319,11 +319,12 @@ class DFlash(Drafter):
         """Rows to run, after checks."""
         size, needed = self.config.block_size, draft_tokens + self.skipped_rows
         self.check_draft_tokens(draft_tokens)
-        if rows is not None and not needed <= rows <= size:
+        rows = rows or self.block_rows or size
+        if not needed <= rows <= size:
             raise ValueError(
                 f"rows must be {needed}..{size} to draft {draft_tokens} tokens, got {rows}"
             )
-        return size if rows is None else rows
+        return rows
 
     def check_draft_tokens(self, draft_tokens: int) -> None:
         """Refuse a block that the drafter was not trained for."""
