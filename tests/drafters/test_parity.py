@@ -195,7 +195,7 @@ def test_speculators_dspark(anchor_first, rope, tmp_path):
         ours.commit(torch.randn(context, ours.config.target_hidden_columns, generator=g))
         rows = drafts + (not anchor_first)
         hidden = ours.forward(anchor, rows)[0 if anchor_first else 1 :]
-        proposal = ours.propose(anchor, drafts, GREEDY)
+        proposal = ours.propose(anchor, drafts, GREEDY, rows)
         tokens = proposal.tokens[0]
         previous = torch.cat([anchor, tokens[:-1]])
         bias = markov.block_bias(prev_token_ids=previous[None], hidden_states=hidden[None])[0]
