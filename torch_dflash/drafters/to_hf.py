@@ -16,6 +16,7 @@ from ..dtypes import INTEGERS, PLAIN
 from ..fields import CheckpointError, Fields
 from ..gguf import GGUFFile, Progress, QuantTensor, Stored, retyped
 from ..gguf.types import ggml_type_of
+from ..gguf.writer import error_about
 from ..hf import read_config
 from ..safetensors_file import write_safetensors
 from .attention import FULL, SLIDING
@@ -95,6 +96,8 @@ def write_folder(
             torch.save(row, temporary / "mask_embedding.pt")
         (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         os.replace(temporary, folder)
+    except OSError as error:
+        raise error_about(error, folder) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     for note in hf_notes(checkpoint.config):

@@ -14,7 +14,7 @@ from .deferred import Stored, pieces_of
 from .header import GGUFArray, GGUFError
 from .reader import GGUFFile
 
-__all__ = ["Progress", "Typed", "typed_metadata", "write_gguf"]
+__all__ = ["Progress", "Typed", "error_about", "typed_metadata", "write_gguf"]
 
 # the tensor that is written now, and how many of how many bytes are
 Progress = Callable[[str, int, int], None]
@@ -115,7 +115,7 @@ def write_gguf(
                 raise GGUFError(f"{path}: the file must hold the tensors given, got others")
         os.replace(temporary, path)
     except OSError as error:
-        raise _named(error, path) from None
+        raise error_about(error, path) from None
     finally:
         writer.close()
         temporary.unlink(missing_ok=True)
@@ -135,7 +135,7 @@ def _write_data(
         file.write(bytes(-tensor.nbytes % alignment))
 
 
-def _named(error: OSError, path: Path) -> OSError:
+def error_about(error: OSError, path: Path) -> OSError:
     """The same error about the file that was asked for, not about the temporary one."""
     if error.errno is None:
         return error
