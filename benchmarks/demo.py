@@ -16,7 +16,7 @@ from torch_dflash.policies import CostPolicy
 
 from .held_out import embedded, prompts
 
-PROMPT, NEW_TOKENS, PAIRS = 0, 192, 5
+PROMPT, NEW_TOKENS, PAIRS = 2, 192, 5
 
 
 def main() -> int:

@@ -454,3 +454,14 @@ class TestArguments:
     def test_sampling_parameters(self, changes, text):
         with pytest.raises(ValueError, match=text):
             SamplingParams(**changes)
+
+    def test_beyond_the_trained_context_is_said_once(self, target, caplog):
+        trained = target.config.context_length
+        session = Session(target)
+        list(zip(session.stream(PROMPT, trained - len(PROMPT)), range(1), strict=False))
+        assert not caplog.records
+        list(zip(session.stream(PROMPT, trained), range(1), strict=False))
+        assert [r.getMessage() for r in caplog.records] == [
+            f"7 prompt tokens and up to {trained} new ones go beyond the {trained} that the target "
+            "was trained for; what comes after may be nonsense"
+        ]

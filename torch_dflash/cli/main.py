@@ -10,14 +10,14 @@ __all__ = ["main"]
 
 
 def _parser() -> argparse.ArgumentParser:
-    from . import convert, doctor, generate, inspect
+    from . import convert, doctor, generate, inspect, requantize
 
     parser = argparse.ArgumentParser(
         prog="torch-dflash",
         description="Speculative decoding with DFlash, DFlash2 and DSpark drafters.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (generate, convert, inspect, doctor):
+    for module in (generate, convert, requantize, inspect, doctor):
         module.add_parser(commands)
     return parser
 
@@ -26,7 +26,7 @@ def _line(error: Exception) -> str:
     """What went wrong; KeyError would print its message in quotes, OSError a number first."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        step = "free some space, or write to another disk" if full else "check the path"
+        step = "name another disk, nothing was left on this one" if full else "check the path"
         return f"{error.filename}: {error.strerror.lower()}; {step}"
     return str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
 

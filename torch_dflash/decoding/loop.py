@@ -1,5 +1,6 @@
 """The decoding loop: propose, choose, verify, accept, commit."""
 
+import logging
 import operator
 import time
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,7 @@ from .target import Target
 
 __all__ = ["Generation", "Session", "StepResult"]
 
+_LOG = logging.getLogger("torch_dflash")
 TARGET_STREAM, ACCEPT_STREAM = 0, 2  # of ops.uniform; drafts use 1
 # Bytes of target_hidden that may wait for the next draft: a burst of plain steps longer than the
 # text that is wanted never costs a commit.
@@ -218,6 +220,15 @@ class Session:
         if not (min(prompt) >= 0 and max(prompt) < size):
             bad = next(t for t in prompt if not 0 <= t < size)
             raise ValueError(f"generate: prompt token {bad} is outside the vocabulary of {size}")
+        trained = getattr(getattr(self.target, "config", None), "context_length", None)
+        if trained is not None and len(prompt) + max_new_tokens > trained:
+            _LOG.warning(
+                "%d prompt tokens and up to %d new ones go beyond the %d that the target was "
+                "trained for; what comes after may be nonsense",
+                len(prompt),
+                max_new_tokens,
+                trained,
+            )
 
     @staticmethod
     def _finish(result: Generation, stop: StopChecker, left: int) -> None:
