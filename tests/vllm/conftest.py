@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # helpers, also for pickling by name
+sys.path.insert(0, str(Path(__file__).parent))  # helpers, in child processes too
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 collect_ignore_glob = [] if HAS_VLLM else ["*.py"]
@@ -18,3 +18,23 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from hf_target import write_hf_target
 
     return write_hf_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="session")
+def dflash(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its DFlash drafter as a Hugging Face folder, float32."""
+    import torch
+
+    from torch_dflash.convert import prepare_drafter
+    from torch_dflash.load import ASSETS
+
+    folder = tmp_path_factory.mktemp("drafter") / "dflash"
+    target = ASSETS / "target.gguf"
+    prepare_drafter(ASSETS / "dflash.gguf", folder, target=target, dtype=torch.float32)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def speculation(dflash: Path) -> dict[str, object]:
+    """``speculative_config`` of the drafter at full length."""
+    return {"method": "dflash", "model": str(dflash), "num_speculative_tokens": 7}

@@ -1,24 +1,23 @@
-"""The plugin in a real engine: loaded once, said in one line, switched off by one variable."""
+"""The hybrid without speculation: the plugin says once what it does, and float32 runs at all."""
 
 import engines
-
-PROMPT = [[271, 300, 17, 5]]
-
-
-def start(target, **env):
-    job = {"prompts": PROMPT, "max_tokens": 4}
-    return engines.run(
-        "generate:generate", engine={"model": target, "dtype": "bfloat16"}, jobs=[job], env=env
-    )
+import pytest
+from reference import check_native, prompts
 
 
-def test_registers_in_an_engine_and_says_so(target):
-    ran = start(target)
-    [[result]] = ran.value["jobs"]
-    assert len(result["tokens"]) == 4
+@pytest.fixture(scope="module")
+def ran(target):
+    jobs = {"greedy": {"prompts": prompts()}}
+    return engines.run("generate:named", engine={"model": target}, jobs=jobs)
+
+
+def test_says_once_what_it_did(ran):
     lines = [x for x in ran.log.splitlines() if "torch-dflash on vLLM 0.32" in x]
     assert len(lines) == 1, ran.log[-3000:]
-    assert {name: state for name, (state, _) in ran.value["features"].items()} >= {
-        "gdn": "on",
-        "align_copies": "on",
-    }
+    states = {name: state for name, (state, _) in ran.value["features"].items()}
+    names = ("gdn", "align_copies", "norms", "cpu_sampling")
+    assert {n: states[n] for n in names} == dict.fromkeys(names, "on")
+
+
+def test_plain_decoding_is_the_native_runners(ran):
+    check_native(ran.value["jobs"]["greedy"], prompts())
