@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+import torch
+
 from torch_dflash import Session, load_target
 from torch_dflash.gguf import GGUFFile, Tokenizer, tokenizer_from_gguf
 from torch_dflash.load import ASSETS
@@ -54,6 +56,32 @@ def _native(prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
 def native(prompt: Sequence[int], count: int = 48) -> list[int]:
     """Greedy tokens of the native runner on the embedded GGUF."""
     return list(_native(tuple(prompt), count))
+
+
+@cache
+def _order(prompt: tuple[int, ...]) -> tuple[list[int], list[float]]:
+    target = _target()
+    target.reset()
+    probs = target.prefill(torch.tensor(prompt))[0].double().softmax(0)
+    sorted_probs, ids = probs.sort(descending=True)
+    return ids.tolist(), sorted_probs.cumsum(0).tolist()
+
+
+def quantile(prompt: Sequence[int], token: int, u: float) -> float:
+    """Where a token sampled after a prompt lies among all, the likeliest first.
+
+    Args:
+        prompt: token ids.
+        token: that was sampled, at temperature 1.
+        u: uniform in [0, 1): where in the token's own probability.
+
+    Returns:
+        uniform in [0, 1) if tokens have the native runner's probabilities.
+    """
+    ids, sums = _order(tuple(prompt))
+    at = ids.index(token)
+    below = sums[at - 1] if at else 0.0
+    return below + u * (sums[at] - below)
 
 
 def check_native(results: Sequence[dict[str, Any]], prompts: Sequence[list[int]]) -> None:

@@ -1,10 +1,16 @@
-"""Prefix caching of a speculating hybrid: states are kept where a block of tokens ends."""
+"""Prefix caching of a speculating hybrid: states are kept where a block of tokens ends.
+
+The same engine samples: many short requests, whose tokens must have the target's probabilities.
+"""
+
+import random
 
 import engines
 import pytest
-from reference import check_native, long_prompt
+from reference import check_native, long_prompt, prompts, quantile
 
 PROMPTS = [long_prompt(600), long_prompt(300, 100)]  # blocks are 256 tokens
+SAMPLES = 320
 CYCLE = [7, 0, 3, 1, 5, 0, 0, 2]
 
 
@@ -19,7 +25,20 @@ def ran(target, speculation):
             "enable_prefix_caching": True,
             "speculative_config": speculation,
         },
-        jobs={"first": job, "again": job, "ragged": {**job, "cycle": CYCLE}},
+        jobs={
+            "first": job,
+            "again": job,
+            "ragged": {**job, "cycle": CYCLE},
+            "sampled": {
+                "prompts": prompts()[:1],
+                "temperature": 1.0,
+                "n": SAMPLES,
+                "max_tokens": 3,
+                "seed": 5,
+                "ignore_eos": True,
+            },
+        },
+        timeout=400,
     ).value
 
 
@@ -32,3 +51,17 @@ def test_from_the_cache(ran, job):
     results = ran["jobs"][job]
     assert [r["cached"] > 0 for r in results] == [True, False]
     check_native(results, PROMPTS)
+
+
+@pytest.mark.parametrize("position", [1, 2])
+def test_sampled_tokens_have_the_targets_probabilities(ran, position):
+    """Tokens of verifications. Kolmogorov and Smirnov: p below 0.001 beyond 1.95 / sqrt(n)."""
+    draw = random.Random(position).random
+    [prompt] = prompts()[:1]
+    tokens = [r["tokens"] for r in ran["jobs"]["sampled"]]
+    assert ran["metrics"]["sampled"]["vllm:spec_decode_num_accepted_tokens"] > 20
+    values = sorted(quantile(prompt + t[:position], t[position], draw()) for t in tokens)
+    assert len(values) == SAMPLES
+    n = len(values)
+    distance = max(max(v - i / n, (i + 1) / n - v) for i, v in enumerate(values))
+    assert distance < 1.95 / n**0.5
