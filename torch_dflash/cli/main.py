@@ -10,14 +10,14 @@ __all__ = ["main"]
 
 
 def _parser() -> argparse.ArgumentParser:
-    from . import convert, doctor, generate, inspect, requantize
+    from . import convert, doctor, generate, inspect, requantize, vllm_check
 
     parser = argparse.ArgumentParser(
         prog="torch-dflash",
         description="Speculative decoding with DFlash, DFlash2 and DSpark drafters.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (generate, convert, requantize, inspect, doctor):
+    for module in (generate, convert, requantize, inspect, doctor, vllm_check):
         module.add_parser(commands)
     return parser
 
