@@ -60,7 +60,10 @@ def native() -> Native:
 def speculative(target, tmp_path_factory, kind, model=None, prompts=PROMPTS, **spec):
     return engines.run(
         "generate:generate",
-        env={"TORCH_DFLASH_CACHE": tmp_path_factory.getbasetemp() / "drafters"},
+        env={
+            "TORCH_DFLASH_CACHE": str(tmp_path_factory.getbasetemp() / "drafters"),
+            "TORCH_DFLASH_DISABLE": "adaptive",
+        },
         engine={
             "model": target,
             "speculative_config": {

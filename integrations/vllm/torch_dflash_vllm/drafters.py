@@ -5,6 +5,7 @@ import inspect
 import logging
 from typing import Any
 
+from .adaptive import switch_on
 from .drafter_plan import ALIASES, Target, plan
 from .features import Declined
 
@@ -58,6 +59,8 @@ def _bind_proposer() -> None:
 
 
 def _wrap(engine_args: Any) -> None:
+    from vllm.platforms import current_platform
+
     original = engine_args.create_speculative_config
     if hasattr(original, "torch_dflash"):
         return
@@ -69,6 +72,13 @@ def _wrap(engine_args: Any) -> None:
             target = _target(self, target_model_config, target_parallel_config)
             planned = plan(spec, target)
             if planned is not None:
+                planned |= switch_on(
+                    self,
+                    planned,
+                    hybrid=bool(target_model_config.is_hybrid),
+                    cpu=current_platform.is_cpu(),
+                    graphs=not target.v1_runner,
+                )
                 self.speculative_config = planned
                 self.spec_method = self.spec_model = self.spec_tokens = None
         return original(self, target_model_config, target_parallel_config)

@@ -77,6 +77,7 @@ FEATURES: Final[tuple[Feature, ...]] = (
     Feature("gdn", "gdn", stable=False),
     Feature("align_copies", "align_copies", stable=False),
     Feature("gguf", "gguf", stable=False),
+    Feature("adaptive", "adaptive", stable=False),
     Feature("drafters", "drafters", stable=False),
     Feature("norms", "norms", stable=False),
     Feature("cpu_sampling", "cpu_sampling", stable=False),
