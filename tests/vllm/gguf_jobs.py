@@ -117,3 +117,30 @@ def beside_other_plugin(
         "ours": llm.llm_engine.model_config.quantization,
         "theirs": [config.quantization, config.model_weights],
     }
+
+
+def gemm_rows(engine: dict[str, Any], prompts: list[list[int]], tokens: int) -> dict[str, Any]:
+    """Which row counts went through a library's product, and which through the operators'."""
+    from torch_dflash_vllm.gguf import product
+
+    llm = build(engine)
+    seen: dict[str, set[int]] = {}
+
+    def watch(name: str) -> None:
+        call, rows = getattr(product, name), seen.setdefault(name, set())
+
+        def watched(x: Any, *rest: Any) -> Any:
+            rows.add(x.shape[0])
+            return call(x, *rest)
+
+        setattr(product, name, watched)
+
+    watch("_gemm")
+    watch("multiply")
+    got = sample(llm, prompts, max_tokens=tokens, ignore_eos=True, logprobs=2)
+    return {
+        "engine": got,
+        "native": native(engine["model"], prompts, tokens),
+        "gemm": sorted(seen["_gemm"]),
+        "operators": sorted(seen["multiply"]),
+    }

@@ -69,6 +69,18 @@ def test_in_bfloat16_it_differs_at_ties_only():
     assert sum(at is None or at >= 3 for at, _ in splits) >= 3, splits
 
 
+def test_a_librarys_product_in_prefills_and_nowhere_else():
+    """The step decides: four prompts are prefilled together, then four rows decode together."""
+    run = engines.run(
+        "gguf_jobs:gemm_rows", env={"TORCH_DFLASH_GGUF_PREFILL": "gemm"},
+        engine={"model": str(EMBEDDED)}, prompts=PROMPTS, tokens=16,
+    ).value  # fmt: skip
+    assert run["gemm"] == [sum(len(p) for p in PROMPTS)]
+    assert run["operators"] == [len(PROMPTS)]
+    # weights in float32, activations not packed to int8: errors of 1e-4 flip no wider margin
+    assert all(margin is None or margin < 1e-3 for _, margin in split(run))
+
+
 def test_words_are_the_files_own():
     texts = ["def f(x):\n    return x + 1  # héllo 你好", "import os\n"]
     ran = engines.run("gguf_jobs:words", engine={"model": str(EMBEDDED), "dtype": "auto"},

@@ -88,7 +88,7 @@ class _Filler:
 
     def check(self, whole: bool) -> None:
         """Everything was filled and, on a rank with all layers, everything was used."""
-        left = [n for n, _ in self.model.named_parameters() if n not in self.filled]
+        left = [n for n, p in self.model.named_parameters() if p.numel() and n not in self.filled]
         if left:
             raise CheckpointError(
                 f"{self.file.path}: must fill every parameter of {type(self.model).__name__}, got "

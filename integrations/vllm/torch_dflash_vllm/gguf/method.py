@@ -8,15 +8,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from torch_dflash import ops
 from torch_dflash.gguf import QuantTensor
-from torch_dflash.nn import ACT_FLOAT, QuantEmbedding, QuantLinear
+from torch_dflash.nn import QuantEmbedding, QuantLinear
 
 from .hf_config import QUANTIZATION
+from .product import gemm_wanted, linear, multiply
 
 __all__ = ["GGUFConfig", "GGUFLinearMethod", "GGUFVocabularyMethod", "set_linear", "set_table"]
 
@@ -63,12 +65,19 @@ class GGUFConfig(QuantizationConfig):
 
 
 class GGUFLinearMethod(LinearMethodBase):
-    """``x W^T + b`` over quants of any types.
+    """``x W^T + b`` over quants of any types, of a decoder layer.
 
-    A row's result depends on that row alone, whatever else is in the batch.
+    A row's result depends on that row alone, whatever else is in the batch; in steps with prefills
+    only while nothing else is asked for (see :mod:`.product`).
     """
 
     requires_device_loading = False
+
+    def __init__(self) -> None:
+        speculation = get_current_vllm_config().speculative_config
+        drafted = speculation.num_speculative_tokens if speculation else None
+        self.decode_rows = 1 + (drafted or 0)
+        self.gemm = gemm_wanted()
 
     def create_weights(self, layer: Any, *sizes: Any, **attributes: Any) -> None:
         """Nothing yet: what a layer will hold depends on the file."""
@@ -87,13 +96,24 @@ class GGUFLinearMethod(LinearMethodBase):
         """
         w = layer.quants
         flat = _tiled(layer, x).reshape(-1, w.columns)
-        flat = flat.float() if w.act_mode == ACT_FLOAT else ops.quant_act(flat, w.act_mode)
-        y = ops.qmm(flat, w.weight, w.types, w.rows, w.columns, bias)
-        return y.to(x.dtype).view(*x.shape[:-1], y.shape[-1])
+        arguments = (flat, w.weight, w.types, w.rows, w.columns, w.act_mode, bias)
+        y = linear(*arguments, self.decode_rows) if self.gemm else multiply(*arguments)
+        return y.view(*x.shape[:-1], y.shape[-1])
 
 
 class GGUFVocabularyMethod(GGUFLinearMethod):
-    """An embedding, a head, or both in one: rows of a quantized table, and its product."""
+    """An embedding or a head: rows of a quantized table, or the product of rows that are sampled.
+
+    ``weight`` is an empty matrix as wide as the rows: vLLM compares width and values of a drafter's
+    own embedding and head with the target's, and finds these different.
+    """
+
+    def __init__(self) -> None:
+        self.decode_rows, self.gemm = 1, False  # the rows of a prefill that are sampled are few
+
+    def create_weights(self, layer: Any, *sizes: Any, **attributes: Any) -> None:
+        """No values yet, see the class."""
+        layer.weight = nn.Parameter(torch.empty(0, layer.embedding_dim), requires_grad=False)
 
     def embedding(self, layer: Any, ids: Tensor) -> Tensor:
         """int64 ids ``[...]`` -> ``[..., hidden]`` in the model's dtype."""
@@ -137,6 +157,6 @@ def set_table(layer: VocabParallelEmbedding, table: QuantTensor) -> None:
     """Give an embedding its rows; one that was built without quantization is turned into ours."""
     if not isinstance(layer.quant_method, GGUFVocabularyMethod):
         layer.quant_method = GGUFVocabularyMethod()
-        layer.weight = None
+        layer.weight = nn.Parameter(layer.weight.new_empty(0, table.columns), requires_grad=False)
         layer.use_fused_embedding = False
     layer.table = QuantEmbedding(table)
