@@ -69,7 +69,8 @@ def top_k(model: Any, hidden: Tensor, k: int, multiplier: float, cap: float) -> 
         return values, ids
     # Ranks hold ascending ids, so the order among equals is still that of the whole vocabulary.
     values = tensor_model_parallel_all_gather(values, dim=-1).contiguous()
-    ids = tensor_model_parallel_all_gather(ids, dim=-1)
+    # as floats: on a CPU, shared memory carries nothing else; ids below 2^24 stay exact
+    ids = tensor_model_parallel_all_gather(ids.float(), dim=-1).long()
     values, best = ops.head_topk(values, k, 1.0, 0.0)
     return values, ids.gather(-1, best)
 
