@@ -10,17 +10,16 @@ namespace {
 
 template <class S>
 void launch_rows(const DeltaArgs& args, const Launch& launch) {
-  if (args.k_dim <= kAccumulators)
-    gpu::delta_rows<S, 1><<<launch.grid, launch.threads, 0, launch.stream>>>(args);
-  else
-    gpu::delta_rows<S, 2><<<launch.grid, launch.threads, 0, launch.stream>>>(args);
+  const auto kernel = args.k_dim <= kAccumulators ? gpu::delta_rows<S, 1> : gpu::delta_rows<S, 2>;
+  kernel<<<launch.grid, gpu::kWarps * kLanes, 0, launch.stream>>>(args);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
 void run(const DeltaArgs& args, const Tensor& on) {
-  const int64_t warps = args.sequences * args.v_heads * args.v_dim;
-  if (warps == 0) return;
-  const Launch launch(on, warps * kLanes);
+  const int64_t blocks =
+      args.sequences * args.v_heads * ceil_div<int64_t>(args.v_dim, gpu::kBlockRows);
+  if (blocks == 0) return;
+  const Launch launch(on, blocks * Launch::threads);
   if (args.bf16_state)
     launch_rows<Bf16>(args, launch);
   else
