@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -38,3 +39,19 @@ def dflash(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def speculation(dflash: Path) -> dict[str, object]:
     """``speculative_config`` of the drafter at full length."""
     return {"method": "dflash", "model": str(dflash), "num_speculative_tokens": 7}
+
+
+@pytest.fixture(scope="session")
+def gguf(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[str], tuple[dict[str, object], dict[str, str]]]:
+    """Engine arguments and environment of the GGUF target with a GGUF drafter, by its kind."""
+    from torch_dflash.load import ASSETS
+
+    env = {"TORCH_DFLASH_CACHE": str(tmp_path_factory.mktemp("drafters"))}
+
+    def arguments(kind: str) -> tuple[dict[str, object], dict[str, str]]:
+        drafter = {"method": "dflash", "model": str(ASSETS / f"{kind}.gguf")}
+        return {"model": str(ASSETS / "target.gguf"), "speculative_config": drafter}, env
+
+    return arguments

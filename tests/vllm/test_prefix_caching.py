@@ -1,4 +1,4 @@
-"""Prefix caching of a speculating hybrid: states are kept where a block of tokens ends.
+"""Prefix caching of a hybrid in GGUF with DFlash2: states are kept where a block of tokens ends.
 
 The same engine samples: many short requests, whose tokens must have the target's probabilities.
 """
@@ -15,16 +15,13 @@ CYCLE = [7, 0, 3, 1, 5, 0, 0, 2]
 
 
 @pytest.fixture(scope="module")
-def ran(target, speculation):
+def ran(gguf):
+    engine, env = gguf("dflash2")
     job = {"prompts": PROMPTS, "max_tokens": 48}
     return engines.run(
         "generate:named",
-        engine={
-            "model": target,
-            "max_model_len": 1024,
-            "enable_prefix_caching": True,
-            "speculative_config": speculation,
-        },
+        engine={**engine, "max_model_len": 1024, "enable_prefix_caching": True},
+        env=env,
         jobs={
             "first": job,
             "again": job,

@@ -1,4 +1,4 @@
-"""`vllm serve` with a drafter: an OpenAI client's stream, and acceptance in the metrics."""
+"""`vllm serve target.gguf` with DSpark: a stream to an OpenAI client, acceptance in the metrics."""
 
 import json
 import re
@@ -10,11 +10,13 @@ from server import serve
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory, target, speculation):
+def server(tmp_path_factory, gguf):
+    engine, env = gguf("dspark")
     options = ["--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "4"]
     options += ["--enforce-eager", "--served-model-name", "tiny"]
-    options += ["--speculative-config", json.dumps(speculation)]
-    with serve(tmp_path_factory.mktemp("serve"), target, *options) as running:
+    options += ["--speculative-config", json.dumps(engine["speculative_config"])]
+    folder = tmp_path_factory.mktemp("serve")
+    with serve(folder, engine["model"], *options, env=env) as running:
         yield running
 
 
