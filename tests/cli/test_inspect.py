@@ -102,3 +102,44 @@ def test_embedded(name):
     assert facts["usable"] == "yes"
     kind = "qwen35 target (gguf)" if name == "target" else f"{name} drafter (gguf)"
     assert facts["kind"] == kind
+
+
+BACKBONE = {
+    "model_type": "qwen3",
+    "is_causal": False,
+    "hidden_size": 5120,
+    "num_hidden_layers": 5,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 248320,
+    "num_target_layers": 64,
+    "rope_parameters": {"rope_theta": 1e7, "rope_type": "default"},
+}
+IDS = {"mask_token_id": 248070, "target_layer_ids": [5, 19, 33, 47, 61], "block_size": 8}
+SELECTOR = {
+    "conv_kernel_size": 2,
+    "conv_group_size": 16,
+    "selector_rank": 256,
+    "selector_top_k": 16,
+}
+MARKOV = {"markov_rank": 256, "enable_confidence_head": True, "projector_type": "dspark"}
+PUBLISHED = {
+    # z-lab/Qwen3.8-27B-DFlash2
+    "DFlash2DraftModel": (17408, 32, SELECTOR, 81, 1_924_404_480),
+    # RadixArk/Qwen3.8-27B-DSpark
+    "DSparkDraftModel": (10240, 40, MARKOV, 62, 1_359_284_737),
+    # z-lab/Qwen3.6-27B-DFlash: 3.46 GB of bfloat16
+    "DFlashDraftModel": (17408, 32, {}, 58, 1_730_213_120),
+}
+
+
+@pytest.mark.parametrize("architecture", PUBLISHED)
+def test_published_counts_from_the_config_alone(tmp_path, architecture):
+    ffn, heads, head, tensors, values = PUBLISHED[architecture]
+    config = BACKBONE | {"architectures": [architecture], "intermediate_size": ffn}
+    config |= {"num_attention_heads": heads, "dflash_config": IDS | head}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    facts = inspect(tmp_path)
+    assert (facts["tensors"], facts["parameters"]) == (tensors, values)
+    assert facts["usable"] == "yes, once its weights are there"
