@@ -2,7 +2,9 @@
 
 from typing import Any
 
-from generate import build, sample
+from generate import build, counters, sample
+
+ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 
 
 def native(path: str, prompts: list[list[int]], tokens: int) -> list[list[int]]:
@@ -22,12 +24,22 @@ def beside_native(
         engines: arguments of ``LLM``, ``model`` a GGUF file.
         prompts: token ids.
         tokens: per prompt.
+
+    Returns:
+        per engine: ``engine`` and ``native``, and how many draft tokens were ``accepted``.
     """
     out = []
     for engine in engines:
         llm = build(engine)
+        before = counters(llm).get(ACCEPTED, 0)
         got = sample(llm, prompts, max_tokens=tokens, ignore_eos=True, logprobs=2)
-        out.append({"engine": got, "native": native(engine["model"], prompts, tokens)})
+        out.append(
+            {
+                "engine": got,
+                "native": native(engine["model"], prompts, tokens),
+                "accepted": counters(llm).get(ACCEPTED, 0) - before,
+            }
+        )
         del llm
     return out
 

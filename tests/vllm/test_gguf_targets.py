@@ -11,7 +11,7 @@ from torch_dflash_vllm.gguf.folder import open_target
 from torch_dflash_vllm.gguf.hf_config import hf_config
 
 from torch_dflash.gguf import Typed
-from torch_dflash.load import ASSETS
+from torch_dflash.load import ASSETS, DRAFTERS
 from torch_dflash.testing.tiny import tiny_hybrid
 from torch_dflash.testing.tiny_dense import tiny_dense
 
@@ -59,6 +59,22 @@ def test_the_embedded_hybrid_gives_the_native_runners_tokens_in_float32(tmp_path
     assert [list(split(run)) for run in ran.value] == [[(None, None)] * len(PROMPTS)] * 2
 
 
+def drafting(kind, **engine):
+    """The embedded target with a drafter, both GGUF."""
+    spec = {"method": "dflash", "model": str(ASSETS / f"{kind}.gguf")}
+    return {"model": str(EMBEDDED), "speculative_config": spec, **engine}
+
+
+def test_with_each_drafter_the_tokens_stay(tmp_path):
+    """Target and drafter from GGUF, verified rows through the same products as plain ones."""
+    ran = engines.run(
+        "gguf_jobs:beside_native", engines=[drafting(k) for k in DRAFTERS], prompts=PROMPTS,
+        tokens=64, env={"TORCH_DFLASH_CACHE": str(tmp_path)}, timeout=600,
+    ).value  # fmt: skip
+    assert [list(split(run)) for run in ran] == [[(None, None)] * len(PROMPTS)] * 3
+    assert all(run["accepted"] > 64 for run in ran), [run["accepted"] for run in ran]
+
+
 def test_in_bfloat16_it_differs_at_ties_only():
     [run] = engines.run(
         "gguf_jobs:beside_native", engines=[{"model": str(EMBEDDED), "dtype": "auto"}],
@@ -97,18 +113,22 @@ def test_words_are_the_files_own():
 def test_two_ranks_give_the_tokens_of_one(tmp_path):
     """Rows, biases, a filled-up vocabulary; columns between quants, or inside by permission.
 
-    Then the hybrid: a K head and its two V heads each, one KV head for both.
+    Then the hybrid with a drafter: a K head and its two V heads each, one KV head for both.
     """
     llama = tiny_dense(tmp_path / "llama.gguf", "llama", bias=True, types={"attn_output": Q.Q5_K})
     ran = engines.run(
         "gguf_jobs:beside_native",
-        engines=[{"model": str(p), "tensor_parallel_size": 2} for p in (llama, EMBEDDED)],
+        engines=[
+            {"model": str(llama), "tensor_parallel_size": 2},
+            drafting("dflash2", tensor_parallel_size=2),
+        ],
         env={"VLLM_CPU_OMP_THREADS_BIND": "0|1", "TORCH_DFLASH_GGUF_MISALIGNED": "dequantize"},
         timeout=600,
         prompts=PROMPTS,
         tokens=32,
     )
     assert [list(split(run)) for run in ran.value] == [[(None, None)] * len(PROMPTS)] * 2
+    assert ran.value[1]["accepted"] > 32
     assert "blk.1.attn_output.weight (Q5_K): columns [(128, 256)] cut quants of 256" in ran.log
 
 
