@@ -31,10 +31,10 @@ def split(run):
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory):
-    """A Llama with all biases and rope factors, a tied Qwen3; vocabularies that are filled up."""
+    """A Llama with all biases and rope factors; a tied Qwen3 with one tensor for q, k and v."""
     folder = tmp_path_factory.mktemp("dense")
     llama = tiny_dense(folder / "llama.gguf", "llama", bias=True, rope_factors=True)
-    return llama, tiny_dense(folder / "qwen3.gguf", "qwen3", bias=True, tied=True)
+    return llama, tiny_dense(folder / "qwen3.gguf", "qwen3", bias=True, tied=True, fused=True)
 
 
 def test_dense_files_give_the_native_runners_tokens_in_float32(dense):

@@ -39,6 +39,7 @@ def tiny_dense(
     vocab: int = 500,
     tied: bool = False,
     bias: bool = False,
+    fused: bool = False,
     rope_factors: bool = False,
     types: Mapping[str, Q] | None = None,
     metadata: Mapping[str, Typed] | None = None,
@@ -52,12 +53,15 @@ def tiny_dense(
         layers, hidden, ffn, heads, kv_heads, head_dim, vocab: sizes; 500 is filled up to 512.
         tied: the head is the embedding.
         bias: q, k and v have biases, Llama's output projection too.
+        fused: q, k and v (and their biases) are one tensor, all of q's type.
         rope_factors: with one divisor per frequency.
         types: short tensor name -> type, over :data:`TYPES`.
         metadata: further or other keys.
     """
     g = torch.Generator().manual_seed(seed)
     kinds = {**TYPES, **(types or {})}
+    if fused:
+        kinds |= dict.fromkeys(("attn_k", "attn_v"), kinds["attn_q"])
     tensors: dict[str, QuantTensor] = {}
 
     def matrix(name: str, rows: int, columns: int, gain: float = 1.0) -> None:
@@ -94,6 +98,10 @@ def tiny_dense(
                 vector(f"{b}attn_{name}.bias", torch.randn(rows, generator=g).mul(0.3))
             if arch == "llama":
                 vector(f"{b}attn_output.bias", torch.randn(hidden, generator=g).mul(0.3))
+        if fused:
+            for suffix in ("weight", "bias") if bias else ("weight",):
+                parts = [tensors.pop(f"{b}attn_{n}.{suffix}") for n in "qkv"]
+                tensors[f"{b}attn_qkv.{suffix}"] = QuantTensor.cat(parts)
     norm("output_norm", hidden)
     if rope_factors:
         vector("rope_freqs.weight", torch.rand(head_dim // 2, generator=g).mul(4).add(1))
