@@ -1,6 +1,7 @@
 """Real vLLM engines; `make test-vllm` builds the environment that has vLLM and runs this folder."""
 
 import importlib.util
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,12 @@ sys.path.insert(0, str(Path(__file__).parent))  # helpers, in child processes to
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 collect_ignore_glob = [] if HAS_VLLM else ["*.py"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Folders made from GGUF files stay out of the user's cache."""
+    os.environ.setdefault("TORCH_DFLASH_CACHE", str(tmp_path_factory.mktemp("cache")))
 
 
 @pytest.fixture(scope="session")

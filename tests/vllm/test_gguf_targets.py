@@ -48,41 +48,43 @@ def test_dense_files_give_the_native_runners_tokens_in_float32(dense):
     assert len(varied) > 40  # a constant output would equal anything
 
 
-def test_the_embedded_hybrid_gives_the_native_runners_tokens_in_float32(tmp_path):
-    """Tiled V heads; the second file has float rows beside quants of what reads the same input."""
+@pytest.fixture(scope="module")
+def hybrids(tmp_path_factory):
+    """The embedded file, one with other types, and the embedded one in bfloat16."""
     types = {"ssm_beta.weight": int(Q.F32), "attn_gate.weight": int(Q.Q6_K)}
-    other = tiny_hybrid(tmp_path / "h.gguf", ggml_type=int(Q.Q4_K), hidden=512, types=types)
-    ran = engines.run(
-        "gguf_jobs:beside_native", engines=[{"model": str(p)} for p in (EMBEDDED, other)],
-        prompts=PROMPTS, tokens=64,
-    )  # fmt: skip
-    assert [list(split(run)) for run in ran.value] == [[(None, None)] * len(PROMPTS)] * 2
+    path = tmp_path_factory.mktemp("hybrid") / "h.gguf"
+    other = tiny_hybrid(path, ggml_type=int(Q.Q4_K), hidden=512, types=types)
+    rounded = {"model": str(EMBEDDED), "dtype": "auto"}
+    return engines.run(
+        "gguf_jobs:beside_native",
+        engines=[{"model": str(EMBEDDED)}, {"model": str(other)}, rounded],
+        prompts=PROMPTS,
+        tokens=64,
+    ).value
 
 
-def drafting(kind, **engine):
-    """The embedded target with a drafter, both GGUF."""
-    spec = {"method": "dflash", "model": str(ASSETS / f"{kind}.gguf")}
-    return {"model": str(EMBEDDED), "speculative_config": spec, **engine}
+def test_hybrids_give_the_native_runners_tokens_in_float32(hybrids):
+    """Tiled V heads; the second file has float rows beside quants of what reads the same input."""
+    assert [list(split(run)) for run in hybrids[:2]] == [[(None, None)] * len(PROMPTS)] * 2
 
 
-def test_with_each_drafter_the_tokens_stay(tmp_path):
-    """Target and drafter from GGUF, verified rows through the same products as plain ones."""
-    ran = engines.run(
-        "gguf_jobs:beside_native", engines=[drafting(k) for k in DRAFTERS], prompts=PROMPTS,
-        tokens=64, env={"TORCH_DFLASH_CACHE": str(tmp_path)}, timeout=600,
-    ).value  # fmt: skip
-    assert [list(split(run)) for run in ran] == [[(None, None)] * len(PROMPTS)] * 3
-    assert all(run["accepted"] > 64 for run in ran), [run["accepted"] for run in ran]
-
-
-def test_in_bfloat16_it_differs_at_ties_only():
-    [run] = engines.run(
-        "gguf_jobs:beside_native", engines=[{"model": str(EMBEDDED), "dtype": "auto"}],
-        prompts=PROMPTS, tokens=32,
-    ).value  # fmt: skip
-    splits = list(split(run))
+def test_in_bfloat16_a_hybrid_differs_at_ties_only(hybrids):
+    splits = list(split(hybrids[2]))
     assert all(margin is None or margin <= TIE for _, margin in splits), splits
     assert sum(at is None or at >= 3 for at, _ in splits) >= 3, splits
+
+
+def test_with_each_drafter_the_tokens_stay():
+    """Target and drafter from GGUF, verified rows through the same products as plain ones."""
+    drafters = [{"method": "dflash", "model": str(ASSETS / f"{kind}.gguf")} for kind in DRAFTERS]
+    ran = engines.run(
+        "gguf_jobs:beside_native",
+        engines=[{"model": str(EMBEDDED), "speculative_config": d} for d in drafters],
+        prompts=PROMPTS,
+        tokens=64,
+    ).value
+    assert [list(split(run)) for run in ran] == [[(None, None)] * len(PROMPTS)] * 3
+    assert all(run["accepted"] > 64 for run in ran), [run["accepted"] for run in ran]
 
 
 def test_a_librarys_product_in_prefills_and_nowhere_else():
@@ -113,22 +115,17 @@ def test_words_are_the_files_own():
 def test_two_ranks_give_the_tokens_of_one(tmp_path):
     """Rows, biases, a filled-up vocabulary; columns between quants, or inside by permission.
 
-    Then the hybrid with a drafter: a K head and its two V heads each, one KV head for both.
+    The hybrid on two ranks, with a drafter: test_parallel.py.
     """
     llama = tiny_dense(tmp_path / "llama.gguf", "llama", bias=True, types={"attn_output": Q.Q5_K})
     ran = engines.run(
         "gguf_jobs:beside_native",
-        engines=[
-            {"model": str(llama), "tensor_parallel_size": 2},
-            drafting("dflash2", tensor_parallel_size=2),
-        ],
+        engines=[{"model": str(llama), "tensor_parallel_size": 2}],
         env={"VLLM_CPU_OMP_THREADS_BIND": "0|1", "TORCH_DFLASH_GGUF_MISALIGNED": "dequantize"},
-        timeout=600,
         prompts=PROMPTS,
         tokens=32,
     )
-    assert [list(split(run)) for run in ran.value] == [[(None, None)] * len(PROMPTS)] * 2
-    assert ran.value[1]["accepted"] > 32
+    assert list(split(ran.value[0])) == [(None, None)] * len(PROMPTS)
     assert "blk.1.attn_output.weight (Q5_K): columns [(128, 256)] cut quants of 256" in ran.log
 
 
