@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .drafters.checkpoint import DrafterCheckpoint, read_checkpoint
-from .drafters.config import DrafterConfig, check_against_target, check_supported
+from .drafters.config import DrafterConfig, check_against_target
 from .drafters.from_gguf import is_drafter_arch
 from .drafters.from_hf import config_from_hf
 from .drafters.resolve import Overrides
@@ -120,7 +120,6 @@ def _config_only(path: Path, shape: ModelShape | None, overrides: Overrides) -> 
 
 def _refusal(config: DrafterConfig, shape: ModelShape | None, where: Path) -> str | None:
     try:
-        check_supported(config, str(where))
         if shape is not None:
             check_against_target(config, shape, str(where))
     except CheckpointError as error:

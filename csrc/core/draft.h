@@ -22,6 +22,24 @@ DFLASH_HD float markov_logit(float base, float logit_scale, float bias) {
   return mul(logit_scale, base + bias);
 }
 
+// Markov heads other than the vanilla one mix the token's row e with the hidden row h first; what
+// they give takes e's place before w2. kGated: e through a gate, sigmoid(G [h; e] + b) * e.
+// kRnn: (gate, candidate, out) = J [state; e; h] + b, and tanh(out), with a state that starts at 0.
+enum class MarkovHead : int32_t { kVanilla, kGated, kRnn };
+
+DFLASH_HD float gated_row(float gate, float e) {
+  return mul(sigmoid(gate), e);
+}
+
+DFLASH_HD float rnn_state(float gate, float candidate, float state) {
+  const float g = sigmoid(gate);
+  return fma(g, state, mul(1.f - g, tanh(candidate)));
+}
+
+DFLASH_HD float rnn_row(float out) {
+  return tanh(out);
+}
+
 // P(the slot's token is accepted, all before it accepted), from a dot over [hidden; w1 row].
 DFLASH_HD float confidence(float dot, float bias) {
   return sigmoid(dot + bias);

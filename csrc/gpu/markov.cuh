@@ -25,6 +25,50 @@ struct MarkovSlot {
   float* confidence;  // [sequences, slots]
 };
 
+// Gated and recurrent heads, a thread block per sequence: before their matrix, and after it.
+struct MarkovJoint {
+  MarkovHead head;
+  const float* embedded;  // [sequences, rank]: w1's row of the token before
+  const float* hidden;    // [sequences, slots, hidden]
+  const float* mixed;     // [sequences, rank or 3 rank]: what the matrix gave
+  float* features;        // [sequences, hidden + rank or 2 rank]: what it reads
+  float* state;           // [sequences, rank], zeros before the first slot; kRnn only
+  float* row;             // [sequences, rank]: what w2 reads
+  int64_t slot, slots, hidden_size, rank;
+};
+
+__global__ void markov_features(MarkovJoint m) {
+  const int64_t sequence = blockIdx.x, R = m.rank, H = m.hidden_size;
+  const float* e = m.embedded + sequence * R;
+  const float* h = m.hidden + (sequence * m.slots + m.slot) * H;
+  const bool gated = m.head == MarkovHead::kGated;
+  float* to = m.features + sequence * (H + (gated ? R : 2 * R));
+  for (int64_t i = threadIdx.x; i < H; i += blockDim.x) to[gated ? i : 2 * R + i] = h[i];
+  for (int64_t r = threadIdx.x; r < R; r += blockDim.x) {
+    to[gated ? H + r : R + r] = e[r];
+    if (!gated) {
+      if (m.slot == 0) m.state[sequence * R + r] = 0.f;
+      to[r] = m.state[sequence * R + r];
+    }
+  }
+}
+
+__global__ void markov_row(MarkovJoint m) {
+  const int64_t sequence = blockIdx.x, R = m.rank;
+  const bool gated = m.head == MarkovHead::kGated;
+  const float* mixed = m.mixed + sequence * (gated ? R : 3 * R);
+  float* state = m.state + sequence * R;
+  for (int64_t r = threadIdx.x; r < R; r += blockDim.x) {
+    float& out = m.row[sequence * R + r];
+    if (gated) {
+      out = gated_row(mixed[r], m.embedded[sequence * R + r]);
+    } else {
+      state[r] = rnn_state(mixed[r], mixed[R + r], state[r]);
+      out = rnn_row(mixed[2 * R + r]);
+    }
+  }
+}
+
 // The first largest of a row that may hold -inf; -1 for NaN, +inf, or -inf everywhere.
 __device__ inline int64_t first_largest(RowShared& s, const float* x, int64_t n) {
   const float infinity = bit_cast<float>(0x7f800000u);

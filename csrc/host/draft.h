@@ -103,18 +103,47 @@ inline SelectorPlan plan_selector_walk(const Tensor& ids, const Tensor& scores,
 
 struct MarkovPlan {
   int64_t sequences, slots, draft_vocab, vocab, rank, hidden, w1_bytes;
-  int64_t confidence_inputs;     // 0 without a head
+  int64_t confidence_inputs;  // 0 without a head
+  MarkovHead head;            // and of the matrix J in front of w2, 0 for kVanilla:
+  int64_t joint_rows, joint_columns;
   Tensor tokens, q, confidence;  // int64 [S, N], float32 [S, N, Vd] or [0], [S, N] or [0]
 };
 
-inline MarkovPlan plan_markov_chain(const Tensor& base, const Tensor& hidden, const Tensor& anchor,
-                                    const Tensor& w1, int64_t w1_type, const Tensor& w2,
-                                    int64_t w2_type, const std::optional<Tensor>& weight,
-                                    const std::optional<Tensor>& bias,
-                                    const std::optional<Tensor>& d2t,
-                                    const std::optional<Tensor>& temperature,
-                                    const std::optional<Tensor>& uniform, int64_t draft_topk,
-                                    SegmentBytes segment_bytes) {
+// The matrix of a gated or recurrent head, and its bias.
+inline void check_joint(const char* op, MarkovPlan& plan, int64_t head_type,
+                        const std::optional<Tensor>& joint, int64_t joint_type,
+                        const std::optional<Tensor>& bias, const Tensor& like,
+                        SegmentBytes segment_bytes) {
+  STD_TORCH_CHECK(head_type >= 0 && head_type <= 2, op,
+                  ": head_type must be 0 (vanilla), 1 (gated) or 2 (rnn), got ", head_type);
+  plan.head = MarkovHead(head_type);
+  const bool vanilla = plan.head == MarkovHead::kVanilla;
+  STD_TORCH_CHECK(joint.has_value() != vanilla, op, ": joint must ",
+                  vanilla ? "be None with head_type 0" : "be given with head_type 1 and 2",
+                  ", got ", vanilla ? "a tensor" : "None");
+  STD_TORCH_CHECK(joint || !bias, op, ": joint_bias must be None without joint, got a tensor");
+  if (vanilla) return;
+  const bool gated = plan.head == MarkovHead::kGated;
+  plan.joint_rows = gated ? plan.rank : 3 * plan.rank;
+  plan.joint_columns = plan.hidden + (gated ? plan.rank : 2 * plan.rank);
+  const Geometry quant = check_format(op, "joint_type", joint_type);
+  STD_TORCH_CHECK(plan.joint_columns % quant.elems == 0, op, ": joint must have rows of ",
+                  plan.joint_columns, " values, but a quant of its type holds ", quant.elems);
+  check_argument(op, "joint", *joint, ScalarType::Byte, 1, "[bytes]", like);
+  check_size(op, "joint", *joint, 0, segment_bytes(joint_type, plan.joint_rows, plan.joint_columns),
+             "bytes, what repack() gives for its rows and columns");
+  if (!bias) return;
+  check_argument(op, "joint_bias", *bias, ScalarType::Float, 1, "[joint's rows]", like);
+  check_size(op, "joint_bias", *bias, 0, plan.joint_rows, "entries, one per row of joint");
+}
+
+inline MarkovPlan plan_markov_chain(
+    const Tensor& base, const Tensor& hidden, const Tensor& anchor, const Tensor& w1,
+    int64_t w1_type, const Tensor& w2, int64_t w2_type, const std::optional<Tensor>& weight,
+    const std::optional<Tensor>& bias, const std::optional<Tensor>& d2t,
+    const std::optional<Tensor>& temperature, const std::optional<Tensor>& uniform,
+    int64_t draft_topk, int64_t head_type, const std::optional<Tensor>& joint, int64_t joint_type,
+    const std::optional<Tensor>& joint_bias, SegmentBytes segment_bytes) {
   constexpr const char* op = "dflash::markov_chain";
   check_argument(op, "base", base, ScalarType::Float, 3, "[sequences, slots, draft vocab]", base);
   check_argument(op, "hidden", hidden, ScalarType::Float, 3, "[sequences, slots, hidden]", base);
@@ -166,6 +195,7 @@ inline MarkovPlan plan_markov_chain(const Tensor& base, const Tensor& hidden, co
                               : "temperature must be given when uniform is, got None");
   if (temperature) check_draws(op, *temperature, *uniform, plan.sequences, plan.slots, base);
   STD_TORCH_CHECK(draft_topk >= 0, op, ": draft_topk must be >= 0 (0 is off), got ", draft_topk);
+  check_joint(op, plan, head_type, joint, joint_type, joint_bias, base, segment_bytes);
   plan.tokens = new_empty(base, {plan.sequences, plan.slots}, ScalarType::Long);
   plan.q = temperature ? new_empty(base, base.sizes(), ScalarType::Float)
                        : new_empty(base, {0}, ScalarType::Float);

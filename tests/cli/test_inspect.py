@@ -44,7 +44,7 @@ def test_drafter_folder(files, kind, drafts):
         assert facts["draft tokens per step"] == drafts
 
 
-def test_a_drafter_that_does_not_run_yet(tmp_path, capsys):
+def test_a_head_whose_tensors_are_missing(tmp_path, capsys):
     folder = tiny_drafter(tmp_path / "rnn", "dspark", num_target_layers=6)
     config = json.loads((folder / "config.json").read_text())
     config["dflash_config"]["markov_head_type"] = "gated"

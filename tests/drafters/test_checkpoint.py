@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from torch_dflash.drafters.checkpoint import load_checkpoint, read_checkpoint
+from torch_dflash.drafters.checkpoint import load_checkpoint
 from torch_dflash.drafters.from_hf import config_from_hf
 from torch_dflash.drafters.names import logical_names
 from torch_dflash.drafters.resolve import Overrides
@@ -155,11 +155,11 @@ def test_types_and_nan(folder):
 
 
 @pytest.mark.parametrize("name", ["gated", "rnn"])
-def test_heads_that_do_not_run_yet_can_be_inspected(fixtures, name):
-    path = fixtures / "dspark" / name
-    assert read_checkpoint(path).config.markov_head_type == name
-    with pytest.raises(CheckpointError, match=f"'vanilla', got '{name}'.*not implemented yet"):
-        load_checkpoint(path)
+def test_gated_and_recurrent_heads_load(fixtures, name):
+    checkpoint = load_checkpoint(fixtures / "dspark" / name)
+    assert checkpoint.config.markov_head_type == name
+    matrix = {"gated": "gate_proj", "rnn": "joint_proj"}[name]
+    assert f"markov_head.{matrix}.bias" in checkpoint.tensors
 
 
 def test_row_43_missing_drafter_or_wrong_target(folder, tmp_path):

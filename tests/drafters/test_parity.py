@@ -12,9 +12,11 @@ import pytest
 import torch
 from torch import nn
 
-from torch_dflash.decoding.sampling import GREEDY
+from torch_dflash.convert import convert_drafter
+from torch_dflash.decoding.sampling import GREEDY, SamplingParams
 from torch_dflash.drafters import drafter_for
 from torch_dflash.drafters.checkpoint import load_checkpoint
+from torch_dflash.drafters.resolve import Overrides
 from torch_dflash.gguf import QuantTensor
 from torch_dflash.nn import Vocabulary
 from torch_dflash.testing.compare import nmse
@@ -169,12 +171,14 @@ def speculators_heads():
 
 @pytest.mark.parametrize("anchor_first", [True, False])
 @pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])
 @torch.inference_mode()
-def test_speculators_dspark(anchor_first, rope, tmp_path):
+def test_speculators_dspark(head, anchor_first, rope, tmp_path):
     heads = speculators_heads()
     folder = tiny_drafter(
         tmp_path / "dspark", "dspark", seed=3, hidden=HIDDEN, vocab=VOCAB,
         sample_from_anchor=anchor_first, rope_parameters=ROPES[rope], block_size=7,
+        markov_head=head,
     )  # fmt: skip
     checkpoint = load_checkpoint(folder)
     target = Target(3)
@@ -182,17 +186,26 @@ def test_speculators_dspark(anchor_first, rope, tmp_path):
     dense = {n: t.to_dense().float() for n, t in checkpoint.tensors.items()}
     rank = dense["markov_head.markov_w1.weight"].shape[1]
     markov = heads.MarkovHead(
-        verifier_vocab_size=VOCAB, draft_vocab_size=VOCAB, markov_rank=rank, hidden_size=HIDDEN
+        verifier_vocab_size=VOCAB, draft_vocab_size=VOCAB, markov_rank=rank, hidden_size=HIDDEN,
+        head_type=head,
+    )  # fmt: skip
+    prefix = "markov_head."
+    markov.load_state_dict(
+        {n.removeprefix(prefix): t for n, t in dense.items() if n.startswith(prefix)}
     )
-    markov.markov_w1.weight.data = dense["markov_head.markov_w1.weight"]
-    markov.markov_w2.weight.data = dense["markov_head.markov_w2.weight"]
+    through_gguf = tmp_path / "x.gguf"
+    convert_drafter(folder, through_gguf)
+    again = load_checkpoint(through_gguf, overrides=Overrides(num_target_layers=6))
+    again = drafter_for(again.config, again.tensors, target.vocabulary())
     confidence = heads.ConfidenceHead(HIDDEN + rank)
     confidence.proj.weight.data = dense["confidence_head.proj.weight"]
     confidence.proj.bias.data = dense["confidence_head.proj.bias"]
     g = torch.Generator().manual_seed(9)
     for context, drafts in ((12, 6), (1, 6), (4, 3)):
         anchor = torch.randint(VOCAB, (1,), generator=g)
-        ours.commit(torch.randn(context, ours.config.target_hidden_columns, generator=g))
+        committed = torch.randn(context, ours.config.target_hidden_columns, generator=g)
+        ours.commit(committed)
+        again.commit(committed)
         rows = drafts + (not anchor_first)
         hidden = ours.forward(anchor, rows)[0 if anchor_first else 1 :]
         proposal = ours.propose(anchor, drafts, GREEDY, rows)
@@ -206,3 +219,13 @@ def test_speculators_dspark(anchor_first, rope, tmp_path):
         features = torch.cat([hidden, markov.prev_embeddings(previous)], -1)
         expected = confidence(features).sigmoid()
         assert nmse(proposal.confidence[0], expected) <= NMSE
+        stored = again.propose(anchor, drafts, GREEDY, rows)
+        assert torch.equal(stored.tokens, proposal.tokens)
+        assert torch.equal(stored.confidence, proposal.confidence)
+        # sampled: along the path that was drawn, q is the oracle's softmax
+        drawn = ours.propose(anchor, drafts, SamplingParams(temperature=0.7, seed=context), rows)
+        previous = torch.cat([anchor, drawn.tokens[0, :-1]])
+        bias = markov.block_bias(prev_token_ids=previous[None], hidden_states=hidden[None])[0]
+        expected = ((target.lm_head(hidden) + bias) / 0.7).softmax(-1)
+        assert nmse(drawn.q[0], expected) <= NMSE
+        assert (drawn.q[0].gather(1, drawn.tokens[0, :, None]) > 0).all()

@@ -43,6 +43,8 @@ DSPARK = [
     "reduced_vocab",
     "reduced_vocab_bonus",
     "logit_scale",
+    "gated",
+    "rnn",
 ]
 GGUF = [
     "dflash",

@@ -168,12 +168,27 @@ def batch():
 PER_SEQUENCE = (0, 1, 2, 11, 12)
 
 
-def test_row_independence_in_a_mixed_batch():
+def joint(head, kind=0, bias=True):
+    """Matrix and bias of a gated or recurrent head in front of :func:`batch`'s w2."""
+    if head == 0:
+        return {}
+    g = torch.Generator().manual_seed(head)
+    shape = (32, 52) if head == 1 else (96, 84)
+    weight = torch.randn(shape, generator=g).view(torch.uint8)
+    return {
+        "head_type": head,
+        "joint": ops.repack(weight, kind, shape[1]),
+        "joint_bias": torch.randn(shape[0], generator=g) if bias else None,
+    }
+
+
+@pytest.mark.parametrize("head", [0, 1, 2])
+def test_row_independence_in_a_mixed_batch(head):
     args = batch()
-    together = ops.markov_chain(*args)
+    together = ops.markov_chain(*args, **joint(head))
     for s in range(4):
         one = [a[s : s + 1] if n in PER_SEQUENCE else a for n, a in enumerate(args)]
-        for alone, whole in zip(ops.markov_chain(*one), together, strict=True):
+        for alone, whole in zip(ops.markov_chain(*one, **joint(head)), together, strict=True):
             assert torch.equal(alone, whole[s : s + 1])
 
 
@@ -280,3 +295,46 @@ def test_refuses_options():
     args[3] = args[3][:39]
     with pytest.raises(RuntimeError, match="w1 must have a row for each of the 40 columns"):
         ops.markov_chain(*args)
+
+
+def test_a_shorter_chain_is_the_beginning_of_a_longer_one():
+    """The recurrent state goes from slot to slot and nowhere else; the bias may be absent."""
+    for head in (1, 2):
+        args, options = batch(), joint(head, bias=False)
+        whole = ops.markov_chain(*args, **options)
+        args[0], args[1] = args[0][:, :2].contiguous(), args[1][:, :2].contiguous()
+        args[12] = args[12][:, :2].contiguous()
+        for short, long in zip(ops.markov_chain(*args, **options), whole, strict=True):
+            assert torch.equal(short, long[:, :2])
+
+
+def test_the_head_decides_the_token():
+    args = batch()
+    vanilla, gated, rnn = (ops.markov_chain(*args, **joint(head))[1] for head in (0, 1, 2))
+    assert not torch.equal(vanilla, gated)
+    assert not torch.equal(gated, rnn)
+    # gates that are all open, exp(-88) = 0 beside 1: the vanilla head, bit for bit
+    open_gates = joint(1)
+    open_gates["joint"] = torch.zeros_like(open_gates["joint"])
+    open_gates["joint_bias"] = torch.full((32,), 88.0)
+    for a, b in zip(ops.markov_chain(*args, **open_gates), ops.markov_chain(*args), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"head_type": 3}, r"head_type must be 0 \(vanilla\), 1 \(gated\) or 2 \(rnn\), got 3"),
+        ({"head_type": 0}, "joint must be None with head_type 0, got a tensor"),
+        ({"joint": None}, "joint must be given with head_type 1 and 2, got None"),
+        ({"head_type": 0, "joint": None}, "joint_bias must be None without joint"),
+        ({"head_type": 2}, "joint must have .* bytes, what repack"),
+        ({"joint_type": 999}, "joint_type must be one of"),
+        ({"joint_type": 8}, "joint must have rows of 52 values, but a quant of its type holds 32"),
+        ({"joint_bias": torch.zeros(31)}, "joint_bias must have 32 entries, one per row of joint"),
+        ({"joint_bias": torch.zeros(32).half()}, "joint_bias must have dtype Float"),
+    ],
+)
+def test_refuses_joint(change, message):
+    with pytest.raises(RuntimeError, match=message):
+        ops.markov_chain(*batch(), **(joint(1) | change))

@@ -12,7 +12,7 @@ from ..dtypes import check_types, low_bit_note
 from ..fields import CheckpointError, Fields
 from ..gguf import GGUFFile, QuantTensor
 from ..hf import open_safetensors, read_config
-from .config import DrafterConfig, TargetShape, check_against_target, check_supported
+from .config import DrafterConfig, TargetShape, check_against_target
 from .from_gguf import config_from_gguf, drafter_arch
 from .from_hf import config_from_hf
 from .mask_embedding import read_mask_embedding
@@ -77,7 +77,6 @@ def load_checkpoint(
             vocab_size=target.vocab_size,
         )
     checkpoint = read_checkpoint(path, overrides=overrides)
-    check_supported(checkpoint.config, str(path))
     if target is not None:
         check_against_target(checkpoint.config, target, str(path))
     for note in checkpoint.config.notes:

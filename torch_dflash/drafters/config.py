@@ -8,7 +8,7 @@ from ..fields import CheckpointError, describe
 from .attention import LayerAttention
 from .rope import RopeConfig
 
-__all__ = ["DrafterConfig", "Kind", "TargetShape", "check_against_target", "check_supported"]
+__all__ = ["DrafterConfig", "Kind", "TargetShape", "check_against_target"]
 
 Kind = Literal["dflash", "dflash2", "dspark"]
 MarkovHead = Literal["vanilla", "gated", "rnn"]
@@ -121,20 +121,6 @@ class TargetShape(Protocol):
     @property
     def num_layers(self) -> int:
         """Decoder layers."""
-
-
-def check_supported(config: DrafterConfig, where: str) -> None:
-    """Refuse what the config can say but the drafters do not run yet.
-
-    Raises:
-        CheckpointError: a gated or rnn Markov head.
-    """
-    if config.markov_head_type in ("gated", "rnn"):
-        raise CheckpointError(
-            f"{where}: {config.sources.get('markov_head_type', 'markov_head_type')} must be "
-            f"'vanilla', got {config.markov_head_type!r}: this head is recognised but not "
-            "implemented yet; use a drafter with a vanilla Markov head"
-        )
 
 
 def check_against_target(config: DrafterConfig, target: TargetShape, where: str) -> None:

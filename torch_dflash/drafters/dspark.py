@@ -1,5 +1,7 @@
 """DSpark: a DFlash backbone with a Markov chain over the block and a confidence head."""
 
+from typing import Final
+
 import torch
 from torch import Tensor
 
@@ -12,10 +14,17 @@ from .dflash import DFlash, Tensors
 
 __all__ = ["DSpark"]
 
+# markov_head_type -> ops.markov_chain's head_type, and the matrix in front of w2
+_HEADS: Final[dict[str | None, tuple[int, str | None]]] = {
+    "vanilla": (0, None),
+    "gated": (1, "markov_head.gate_proj"),
+    "rnn": (2, "markov_head.joint_proj"),
+}
+
 
 @register("dspark")
 class DSpark(DFlash):
-    """DSpark drafter with the vanilla Markov head: the arguments are DFlash's."""
+    """DSpark drafter with a vanilla, gated or recurrent Markov head: the arguments are DFlash's."""
 
     confidence_weight: Tensor | None
     confidence_bias: Tensor | None
@@ -23,6 +32,10 @@ class DSpark(DFlash):
     def _load(self, t: Tensors) -> None:
         self.w1 = QuantEmbedding(t.weight("markov_head.markov_w1.weight"))
         self.w2 = QuantLinear([t.weight("markov_head.markov_w2.weight")])
+        self.head_type, name = _HEADS[self.config.markov_head_type]
+        self.joint = None
+        if name is not None:
+            self.joint = QuantLinear([t.weight(f"{name}.weight")], t.bias(f"{name}.bias"))
         weight = t.optional_floats("confidence_head.proj.weight")
         self.register_buffer(
             "confidence_weight", None if weight is None else weight.reshape(-1), persistent=False
@@ -75,4 +88,8 @@ class DSpark(DFlash):
             self.d2t,
             temperature,
             uniforms,
+            head_type=self.head_type,
+            joint=None if self.joint is None else self.joint.weight,
+            joint_type=0 if self.joint is None else self.joint.types[0],
+            joint_bias=None if self.joint is None else self.joint.bias,
         )

@@ -153,12 +153,24 @@ def markov_chain(
     uniform: Tensor | None,
     mask_id: int = -1,
     draft_topk: int = 0,
+    head_type: int = 0,
+    joint: Tensor | None = None,
+    joint_type: int = 0,
+    joint_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     r"""Choose the tokens of a block one after the other, each conditioning the next.
 
     .. math::
-        z_i = s\,(\text{base}_i + W_2\, W_1[\text{prev}_i]), \quad
-        \text{conf}_i = \sigma(w_c \cdot [h_i; W_1[\text{prev}_i]] + b)
+        z_i = s\,(\text{base}_i + W_2\, r_i), \quad e_i = W_1[\text{prev}_i], \quad
+        \text{conf}_i = \sigma(w_c \cdot [h_i; e_i] + b)
+
+    with :math:`r_i = e_i` in the vanilla head,
+    :math:`r_i = \sigma(J [h_i; e_i] + b_J) \odot e_i` in the gated one, and in the recurrent one
+
+    .. math::
+        (g, c, o) = J [m_i; e_i; h_i] + b_J, \quad
+        m_{i+1} = \sigma(g) \odot m_i + (1 - \sigma(g)) \odot \tanh c, \quad
+        r_i = \tanh o, \quad m_0 = 0
 
     where prev is the anchor at slot 0 and then the token chosen before. Temperature 0 takes the
     arg max, the lowest id among equals; otherwise a token is drawn from
@@ -183,6 +195,11 @@ def markov_chain(
             ``temperature``.
         mask_id: a target id that is never proposed; -1 is none.
         draft_topk: propose only the k largest of ``base``; 0 is off.
+        head_type: 0 vanilla, 1 gated, 2 recurrent (rnn).
+        joint: J as :func:`repack` gives it, ``[rank, hidden + rank]`` of a gated head,
+            ``[3 rank, 2 rank + hidden]`` of a recurrent one; None in a vanilla head.
+        joint_type: its ggml type id; activations as for ``w2``.
+        joint_bias: float32 ``[rows of joint]``, or None: 0.
 
     Returns:
         ``(tokens, q, confidence)``: target ids int64 ``[sequences, slots]``; the distribution each
@@ -194,8 +211,8 @@ def markov_chain(
             a logit that is NaN or infinite, named with its place. On a GPU such a sequence has the
             token -1 from there on.
 
-    Source: DSpark; the top-k is vLLM's ``dspark_draft_topk``. Formula: ``csrc/core/draft.h``.
-    Backends: CPU, CUDA. Not differentiable.
+    Source: DSpark, its heads as speculators has them; the top-k is vLLM's ``dspark_draft_topk``.
+    Formula: ``csrc/core/draft.h``. Backends: CPU, CUDA. Not differentiable.
 
     >>> w1, w2 = torch.eye(2), torch.tensor([[0.0, 1.0], [1.0, 0.0]])  # the other token follows
     >>> from torch_dflash.ops import repack
@@ -221,6 +238,10 @@ def markov_chain(
         uniform,
         mask_id,
         draft_topk,
+        head_type,
+        joint,
+        joint_type,
+        joint_bias,
     )
 
 
@@ -241,6 +262,10 @@ def _(
     uniform: Tensor | None,
     mask_id: int = -1,
     draft_topk: int = 0,
+    head_type: int = 0,
+    joint: Tensor | None = None,
+    joint_type: int = 0,
+    joint_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     slots = base.shape[:2]
     q = base.new_empty(0) if temperature is None else torch.empty_like(base)

@@ -71,8 +71,15 @@ def markov_chain(
     u: Tensor | None,
     mask_id: int = -1,
     draft_topk: int = 0,
+    head_type: int = 0,
+    joint: Tensor | None = None,
+    joint_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``z = logit_scale (base + w2 w1[prev])``, slot by slot; confidence from ``[h; w1[prev]]``."""
+    """``z = logit_scale (base + w2 r)``, slot by slot; confidence from ``[h; w1[prev]]``.
+
+    r is ``w1[prev]``; in a gated head (1) ``sigmoid(J [h; w1[prev]] + b) * w1[prev]``; in a
+    recurrent one (2) the output of a cell over ``[state; w1[prev]; h]``.
+    """
     sequences, slots, vocab = base.shape
     tokens = torch.zeros(sequences, slots, dtype=torch.int64)
     q = torch.zeros(base.shape, dtype=torch.float64)
@@ -81,9 +88,19 @@ def markov_chain(
     greedy = torch.zeros(1)
     for s in range(sequences):
         previous = int(anchor[s])
+        state = torch.zeros(w1.shape[1], dtype=torch.float64)
         for j in range(slots):
             e = w1[previous].double()
-            z = logit_scale * (base[s, j].double() + w2.double() @ e)
+            row, h = e, hidden[s, j].double()
+            bias = 0 if joint_bias is None else joint_bias.double()
+            if head_type == 1 and joint is not None:
+                row = torch.sigmoid(joint.double() @ torch.cat([h, e]) + bias) * e
+            if head_type == 2 and joint is not None:
+                gate, new, out = (joint.double() @ torch.cat([state, e, h]) + bias).chunk(3)
+                gate = torch.sigmoid(gate)
+                state = gate * state + (1 - gate) * torch.tanh(new)
+                row = torch.tanh(out)
+            z = logit_scale * (base[s, j].double() + w2.double() @ row)
             if draft_topk:
                 order = torch.sort(base[s, j], descending=True, stable=True).indices
                 z[order[draft_topk:]] = -torch.inf
@@ -92,7 +109,7 @@ def markov_chain(
             k, q[s, j] = _choose(z, greedy if temperature is None else temperature[s], draw)
             if confidence_weight is not None:
                 weight = confidence_weight.double().flatten()
-                features = torch.cat([hidden[s, j].double(), e])[: len(weight)]
+                features = torch.cat([h, e])[: len(weight)]
                 bias = 0 if confidence_bias is None else confidence_bias.double()
                 confidence[s, j] = torch.sigmoid(features @ weight + bias)
             previous = int(targets[k])

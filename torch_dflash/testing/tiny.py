@@ -178,6 +178,7 @@ def tiny_drafter(
     num_target_layers: int = 6,
     target_layer_ids: tuple[int, ...] = (0, 2, 4),
     block_size: int = 8,
+    markov_head: str = "vanilla",
     **changes: Any,
 ) -> Path:
     """Write a random drafter as a Hugging Face folder, for a target of :func:`tiny_hybrid`.
@@ -189,6 +190,7 @@ def tiny_drafter(
         hidden, vocab, num_target_layers: of the target.
         target_layer_ids: captured layers.
         block_size: rows of a block.
+        markov_head: of ``dspark``: ``vanilla``, ``gated`` or ``rnn``.
         changes: further keys of config.json.
     """
     g = torch.Generator().manual_seed(seed)
@@ -264,6 +266,14 @@ def tiny_drafter(
         matrix("confidence_head.proj.weight", 1, hidden + rank)
         tensors["confidence_head.proj.bias"] = torch.zeros(1, dtype=torch.bfloat16)
         config["dflash_config"] |= {"markov_rank": rank, "projector_type": "dspark"}
+        if markov_head != "vanilla":
+            name, rows, columns = {
+                "gated": ("gate_proj", rank, hidden + rank),
+                "rnn": ("joint_proj", 3 * rank, 2 * rank + hidden),
+            }[markov_head]
+            matrix(f"markov_head.{name}.weight", rows, columns, 2.0)
+            tensors[f"markov_head.{name}.bias"] = torch.randn(rows, generator=g).bfloat16()
+            config["dflash_config"]["markov_head_type"] = markov_head
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config | changes))
     save_file(tensors, folder / "model.safetensors")

@@ -15,7 +15,6 @@ import torch
 from torch_dflash.drafters.config import (
     DrafterConfig,
     check_against_target,
-    check_supported,
 )
 from torch_dflash.drafters.from_gguf import config_from_gguf, drafter_arch
 from torch_dflash.drafters.from_hf import config_from_hf
@@ -229,7 +228,6 @@ def _looks_like_drafter(path: Path) -> bool:
 def _check(drafter: Drafter, spec: Mapping[str, Any], target: Target) -> int:
     """Refuse what could not run or would run as something else; the number of draft tokens."""
     config, where = drafter.config, str(drafter.path)
-    check_supported(config, where)
     check_against_target(config, target, where)
     if config.kind == "dspark" and spec.get("method") == "dflash" and not target.v1_runner:
         _log.info("torch-dflash: %s is a DSpark drafter, method is dspark", where)

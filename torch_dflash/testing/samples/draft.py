@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ops import quant_geometry, repack, unpack
+from ...ops import quant_geometry, quantize, repack, unpack
 from ...reference import draft as reference
 from .. import operator
 from .act import _quant_act
@@ -106,8 +106,14 @@ def _markov_chain(*args: Any) -> Any:
     base, w1, w1_type, w2, w2_type = (args[i] for i in (0, 3, 4, 5, 6))
     values, nbytes = quant_geometry(w1_type)
     # on its own device, whose layout it has
-    rows = unpack(w2, w2_type, base.shape[2], w1.shape[1] // nbytes * values)
-    return _markov_chain_of_rows(*args[:5], rows, *args[6:])
+    rank = w1.shape[1] // nbytes * values
+    args = (*args[:5], unpack(w2, w2_type, base.shape[2], rank), *args[6:])
+    if len(args) > 15 and args[15]:
+        head, joint, joint_type = args[15:18]
+        inputs = args[1].shape[2] + (rank if head == 1 else 2 * rank)
+        rows = unpack(joint, joint_type, rank if head == 1 else 3 * rank, inputs)
+        args = (*args[:16], rows, *args[17:])
+    return _markov_chain_of_rows(*args)
 
 
 @on_cpu
@@ -127,6 +133,10 @@ def _markov_chain_of_rows(
     uniform: Tensor | None,
     mask_id: int = -1,
     draft_topk: int = 0,
+    head_type: int = 0,
+    joint: Tensor | None = None,
+    joint_type: int = 0,
+    joint_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     table = gguf_dequantize(w1, w1_type)
     head = gguf_dequantize(w2, w2_type)
@@ -144,6 +154,9 @@ def _markov_chain_of_rows(
         uniform,
         mask_id,
         draft_topk,
+        head_type,
+        None if joint is None else gguf_dequantize(joint, joint_type),
+        joint_bias,
     )
     none = torch.empty(0)
     return (
@@ -156,14 +169,20 @@ def _markov_chain_of_rows(
 @operator("markov_chain", oracle=_markov_chain)
 def markov_chain(device: torch.device) -> Iterator[Args]:
     g = torch.Generator().manual_seed(7)
-    vocab, hidden_size = 50, 24
-    for sequences, slots, rank, types, sampled, reduced, inputs, options in [
-        (0, 3, 8, (F32, F32), True, False, None, ()),
-        (1, 1, 1, (F16, F32), False, False, "both", ()),
-        (3, 4, 10, (BF16, BF16), True, True, "both", (7,)),
-        (2, 5, 64, (Q8_0, Q8_0), False, False, "hidden", (3, 6)),
-        (2, 7, 256, (Q8_0, Q4_K), True, True, None, (-1, 9)),
+    vocab = 50
+    for sequences, slots, rank, types, sampled, reduced, inputs, head, options in [
+        (0, 3, 8, (F32, F32), True, False, None, 0, ()),
+        (1, 1, 1, (F16, F32), False, False, "both", 0, ()),
+        (3, 4, 10, (BF16, BF16), True, True, "both", 0, (7,)),
+        (2, 5, 64, (Q8_0, Q8_0), False, False, "hidden", 0, (3, 6)),
+        (2, 7, 256, (Q8_0, Q4_K), True, True, None, 0, (-1, 9)),
+        (3, 4, 10, (BF16, F32), True, True, "both", 1, (7, 0)),
+        (0, 2, 8, (F32, F32), False, False, None, 2, (-1, 0)),
+        (2, 7, 12, (F32, F16), False, False, "both", 2, (-1, 0)),
+        (2, 6, 32, (Q8_0, F32), True, False, None, 1, (-1, 5)),
+        (3, 6, 32, (F32, Q8_0), True, True, "both", 2, (-1, 0)),
     ]:
+        hidden_size = 32 if head else 24
         draft_vocab = 33 if reduced else vocab
         packed = []
         for ggml_type, rows in zip(types, (vocab, draft_vocab), strict=True):
@@ -175,7 +194,7 @@ def markov_chain(device: torch.device) -> Iterator[Args]:
                 # Small scales, 2^-9 and 2^-12: the planes of w1's row are good to 2^-16 of its
                 # largest value, and the oracle does not pack.
                 halves = table.view(-1, nbytes)
-                halves[:, 1] = 0x18
+                halves[:, 1] = 0x0C if head == 2 else 0x18  # a tanh is larger than a row of w1
                 if ggml_type == Q4_K:
                     halves[:, 1] = halves[:, 3] = 0x0C
             packed.append(table)
@@ -195,7 +214,15 @@ def markov_chain(device: torch.device) -> Iterator[Args]:
             torch.randint(0, vocab, (sequences,), generator=g),
             packed[0],
         )
-        optional = (weight, bias, 0.7, d2t, temperature, uniform, *options)
+        heads: Args = ()
+        if head:
+            shape = (rank, hidden_size + rank) if head == 1 else (3 * rank, 2 * rank + hidden_size)
+            kind = Q8_0 if rank == 32 else F32  # small, as above
+            plain = torch.randn(shape, generator=g) / (1024 if kind == Q8_0 else 4)
+            joint = plain.view(torch.uint8) if kind == F32 else quantize(plain, Q8_0)
+            packed_joint = repack(joint.to(device), kind, shape[1])
+            heads = (head, packed_joint, kind, torch.randn(shape[0], generator=g))
+        optional = (weight, bias, 0.7, d2t, temperature, uniform, *options, *heads)
         yield (
             *(t.to(device) for t in tensors),
             types[0],
