@@ -1,7 +1,12 @@
 """Adaptive speculation in a real engine: lengths change at every step, tokens never."""
 
+import json
+import re
+import urllib.request
+
 import engines
 import pytest
+from server import serve
 
 from torch_dflash import Session, load_target
 from torch_dflash.gguf import GGUFFile, tokenizer_from_gguf
@@ -69,3 +74,32 @@ def test_the_scheduler_by_name_without_what_it_needs_is_refused(target, tmp_path
     name = "torch_dflash_vllm.scheduler.AdaptiveScheduler"
     with pytest.raises(AssertionError, match="feature adaptive is not on: TORCH_DFLASH_DISABLE"):
         run(target, tmp_path_factory, disable="adaptive", scheduler_cls=name)
+
+
+def test_a_server_of_two_gguf_files_shows_its_decisions(tmp_path_factory, plain):
+    folder = tmp_path_factory.mktemp("serve")
+    spec = {"method": "dflash", "model": str(ASSETS / "dflash2.gguf")}
+    options = ["--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "8"]
+    options += ["--enforce-eager", "--served-model-name", "tiny"]
+    options += ["--speculative-config", json.dumps(spec)]
+    env = {"TORCH_DFLASH_CACHE": str(folder / "cache")}
+    with serve(folder, ASSETS / "target.gguf", *options, env=env) as server:
+        body = {"model": "tiny", "prompt": PROMPTS[0], "max_tokens": LENGTH, "temperature": 0}
+        body |= {"ignore_eos": True, "return_token_ids": True}
+        request = urllib.request.Request(
+            server.url + "/v1/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            [choice] = json.load(answer)["choices"]
+        assert choice["token_ids"] == plain[0]
+        found = re.findall(
+            r'^vllm:spec_decode_rows_total\{.*draft_tokens="(\d)".*\} (\S+)$',
+            server.get("/metrics"),
+            re.M,
+        )
+    rows = {int(n): float(count) for n, count in found}
+    assert sorted(rows) == [*range(8)]
+    assert all(rows[n] >= 4 for n in (0, 1, 4, 7)), rows
+    assert rows[3] == rows[5] == rows[6] == 0

@@ -108,6 +108,35 @@ def test_a_folder_with_its_weights_in_place_beside_fewer_tokens(
     assert metrics["vllm:spec_decode_num_accepted_tokens"] / drafts > 1.5
 
 
+def test_two_ranks_draft_and_say_the_same(target, tmp_path_factory, native):
+    kind = "dflash2"  # its candidates are the best of both ranks' parts of the vocabulary
+    ran = engines.run(
+        "generate:generate",
+        env={
+            "TORCH_DFLASH_CACHE": str(tmp_path_factory.getbasetemp() / "drafters"),
+            "TORCH_DFLASH_DISABLE": "adaptive",
+            "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+        },
+        engine={
+            "model": target,
+            "tensor_parallel_size": 2,
+            "speculative_config": {"method": "dflash", "model": str(ASSETS / f"{kind}.gguf")},
+        },
+        jobs=[{"prompts": PROMPTS, "max_tokens": LENGTH, "logprobs": 2}],
+    )
+    for result, want in zip(ran.value["jobs"][0], native.tokens, strict=True):
+        pairs = enumerate(zip(result["tokens"], want, strict=True))
+        first = next((i for i, (a, b) in pairs if a != b), None)
+        # Sums over ranks are rounded elsewhere: 1e-4 is 100 units in the last place of a logit.
+        assert first is None or result["margins"][first] < 1e-4
+    metrics = ran.value["metrics"]
+    accepted = metrics["vllm:spec_decode_num_accepted_tokens"]
+    drafts = metrics["vllm:spec_decode_num_drafts"]
+    assert accepted / drafts == pytest.approx(
+        native.counts[kind][1] / native.counts[kind][0], rel=0.1
+    )
+
+
 def test_a_drafter_of_another_target_never_starts(target, tmp_path_factory, tmp_path):
     from torch_dflash.testing.tiny import tiny_drafter
 

@@ -1,8 +1,8 @@
 """Drafters in vLLM: its own classes with our heads, and with what it ignores in their configs.
 
-Behind the names that vLLM knows they run on its V2 runner, where DFlash2 and DSpark keep vLLM's
-heads; behind the names of :data:`~.drafter_plan.ALIASES` they run on the V1 runner, which asks
-``get_top_tokens`` for a whole block at once.
+Behind the names that vLLM knows they run on its V2 runner, with vLLM's heads unless feature
+``heads`` is on; behind the names of :data:`~.drafter_plan.ALIASES` they run on the V1 runner,
+which asks ``get_top_tokens`` for a whole block at once.
 """
 
 from collections.abc import Iterable
@@ -25,6 +25,8 @@ from vllm.platforms import current_platform
 
 from torch_dflash import ops
 from torch_dflash.gguf.types import ggml_type_of
+
+from .features import outcomes
 
 __all__ = ["DFlash", "DFlash2", "DSpark"]
 
@@ -103,7 +105,10 @@ class _Common:
         draft = self.config.dflash_config or {}
         self.multiplier = float(draft.get("output_multiplier") or 1.0)
         self.cap = float(draft.get("final_logit_softcapping") or 0.0)
-        if current_platform.is_cpu():
+        heads = outcomes().get("heads")
+        cpu = current_platform.is_cpu()
+        self.ours = cpu or (heads is not None and heads.state == "on")
+        if cpu:
             self.model._normalize_context_k = partial(_normalize_context_k, self.model)
 
     def _target_ids(self, ids: Tensor) -> Tensor:
@@ -132,6 +137,9 @@ class DFlash(_Common, DFlashQwen3ForCausalLM):
 
     def get_top_tokens(self, hidden_states: Tensor) -> Tensor:
         """The best token of every row, int64 ``[rows]``."""
+        if not self.ours:
+            ids = self.logits_processor.get_top_tokens(self.lm_head, hidden_states)
+            return self._target_ids(ids)
         ids = top_k(self, hidden_states, 1, 1.0, 0.0)[1].view(-1)  # neither scale moves it
         return self._target_ids(ids)
 
@@ -201,6 +209,14 @@ class DFlash2(_Common, DFlash2Qwen3ForCausalLM):
             self.block.begin(input_ids)
         return super().forward(input_ids, positions, inputs_embeds)
 
+    def compute_candidates(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """``(ids, values)`` of the candidates of every row ``[rows, top_k]``; for the V2 runner."""
+        if not self.ours:
+            return super().compute_candidates(hidden_states)
+        k = self.model.candidate_selector.top_k
+        values, ids = top_k(self, hidden_states, k, self.multiplier, self.cap)
+        return ids, values
+
     def get_top_tokens(self, hidden_states: Tensor) -> Tensor:
         """The selector's greedy path through every block, int64 ``[rows]``."""
         selector, anchors = self.model.candidate_selector, self.block.anchors
@@ -251,13 +267,42 @@ class DSpark(_Common, Qwen3DSparkForCausalLM):
             packed, ggml_type = _table(w2)
             repacked = ops.repack(packed, ggml_type, w2.shape[1])
             offsets = self.draft_id_to_target_id
-            d2t = None if offsets is None else offsets + torch.arange(len(offsets))
+            ids = torch.arange(len(w2), device=w2.device)
+            d2t = None if offsets is None else offsets + ids
             self._chain = (*_table(head.markov_w1.weight), repacked, ggml_type, d2t)
         return self._chain
 
     def get_top_tokens(self, hidden_states: Tensor) -> Tensor:
         """The chain's greedy tokens of every block, int64 ``[rows]``."""
-        anchors = self.block.anchors
+        return self._walk(hidden_states, self.block.anchors).view(-1)
+
+    def sample_sequential(self, speculator: Any, num_reqs: int, head_hidden: Tensor) -> bool:
+        """Fill in the drafts of vLLM's V2 runner (0.33), or leave them to its own loop.
+
+        Args:
+            speculator: its ``DSparkSpeculator``.
+            num_reqs: blocks.
+            head_hidden: hidden rows of the pass.
+
+        Returns:
+            False, nothing done, where drafts are sampled or scored: its random numbers and its
+            acceptance estimate belong to that loop.
+        """
+        asks = (
+            speculator.draft_logits is not None
+            or speculator.use_confidence_head
+            or getattr(speculator, "use_acceptance_estimator", False)
+        )
+        if not self.ours or asks:
+            return False
+        drafts = speculator.num_speculative_steps
+        hidden = head_hidden[speculator.sample_indices[: num_reqs * drafts]]
+        anchors = speculator.input_buffers.input_ids[speculator._anchor_idx[:num_reqs]]
+        speculator.draft_tokens[:num_reqs, :drafts] = self._walk(hidden, anchors.to(torch.int64))
+        return True
+
+    def _walk(self, hidden_states: Tensor, anchors: Tensor) -> Tensor:
+        """Greedy tokens ``[blocks, rows]`` behind the anchors."""
         blocks = len(anchors)
         base = _head_logits(self, hidden_states)
         if self.lm_head.tp_size > 1:
@@ -281,4 +326,4 @@ class DSpark(_Common, Qwen3DSparkForCausalLM):
             None,
             draft_topk=int(getattr(self.config, "dspark_draft_topk", None) or 0),
         )
-        return tokens.view(-1)
+        return tokens

@@ -79,6 +79,7 @@ FEATURES: Final[tuple[Feature, ...]] = (
     Feature("gguf", "gguf", stable=False),
     Feature("adaptive", "adaptive", stable=False),
     Feature("drafters", "drafters", stable=False),
+    Feature("heads", "heads", stable=False, default=False),
     Feature("norms", "norms", stable=False),
     Feature("cpu_sampling", "cpu_sampling", stable=False),
 )
