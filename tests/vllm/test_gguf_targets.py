@@ -167,6 +167,13 @@ def cases(folder):
     (folder / "folder.gguf").mkdir()
     words = {"tokenizer.ggml.model": Typed("string", "llama")}
     pieces = tiny_dense(folder / "pieces.gguf", "llama", metadata=words)
+    mixture = str(tiny_dense(folder / "mixture.gguf", "qwen3moe"))
+    one = {"split.count": Typed("uint16", 1)}
+    piece = tiny_dense(folder / "p-00001-of-00003.gguf", "llama", metadata=one)
+    key = b"split.count\x02\0\0\0"  # the type's number, then the value
+    piece.write_bytes(piece.read_bytes().replace(key + b"\x01", key + b"\x03"))
+    strange = folder / "strange.gguf"
+    strange.write_bytes(Path(llama).read_bytes().replace(b"blk.1.ffn_up", b"blk.1.ffn_xx"))
     drafter = str(ASSETS / "dflash.gguf")
     yield {"model": str(folder / "none.gguf")}, "--model must be a .gguf file", "nothing there"
     yield {"model": str(folder / "folder.gguf")}, "got a folder"
@@ -174,6 +181,13 @@ def cases(folder):
     yield {"model": str(cut)}, "cut.gguf", "are missing", "incomplete"
     yield {"model": drafter}, "'dflash' is a drafter's"
     yield {"model": str(other)}, "must be one of qwen35, qwen3, llama, got 'gemma9'"
+    yield {"model": mixture}, "got 'qwen3moe': it is a mixture of experts"
+    yield (
+        {"model": str(piece)},
+        "must be one whole file, got one of 3 parts",
+        "llama-gguf-split --merge",
+    )
+    yield {"model": str(strange)}, "only its own tensors, got 1 unknown: blk.1.ffn_xx.weight"
     yield {"model": str(experts)}, "qwen3.expert_count must be absent, got 8"
     yield {"model": str(pieces)}, "tokenizer.ggml.model must be 'gpt2'", "--tokenizer"
     yield {"model": llama, "quantization": "fp8"}, "--quantization must be dflash_gguf", "'fp8'"
