@@ -1,9 +1,12 @@
 """Squared errors of our quantizer beside llama.cpp's, without an importance matrix.
 
-    python tools/compare_quantizers.py LIBGGML_BASE.so [--file F32.gguf ...] [-o RESULT.json]
+    python tools/compare_quantizers.py LIBGGML_BASE.so [--file F32.gguf ...] [--model F32.gguf]
+        [-o RESULT.json]
 
 The library is llama.cpp's libggml-base.so, as llama-cpp-python builds it. Beside the values of
-torch_dflash/testing/weights.py, the matrices of any files are measured. The result in
+torch_dflash/testing/weights.py, the matrices of any files are measured. --model takes the embedded
+target as F32 and runs it on held-out text: how far its distributions move (Kullback-Leibler, from
+the F32 model's) with the same tensors in the same types by either quantizer. The result in
 benchmarks/results is what the tests compare with: they do not need the library.
 """
 
@@ -13,6 +16,7 @@ import hashlib
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -22,12 +26,20 @@ from torch import Tensor
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from torch_dflash import ops  # noqa: E402
-from torch_dflash.gguf import TYPES, GGUFFile  # noqa: E402
+from benchmarks.held_out import embedded, prompts  # noqa: E402
+from torch_dflash import load_target, ops, requantize  # noqa: E402
+from torch_dflash.gguf import (  # noqa: E402
+    TYPES,
+    GGUFFile,
+    QuantTensor,
+    typed_metadata,
+    write_gguf,
+)
 from torch_dflash.testing.compare import nmse  # noqa: E402
 from torch_dflash.testing.weights import WEIGHTS, weights  # noqa: E402
 
 QUANTIZED = (2, 8, 12, 13, 14, 23)
+BLOCK = 8  # rows of a pass over the text
 
 
 def llama_quantize(library: ctypes.CDLL, x: Tensor, ggml_type: int) -> Tensor:
@@ -51,10 +63,48 @@ def matrices(path: Path) -> Tensor:
     return torch.cat([t.reshape(-1, 256) for t in found])
 
 
+def log_probs(path: Path, texts: list[list[int]]) -> Tensor:
+    """Of every token's successor, float64 [tokens, vocabulary]."""
+    target, rows = load_target(path), []
+    for ids in texts:
+        target.reset()
+        for at in range(0, len(ids) - BLOCK + 1, BLOCK):
+            rows.append(target.verify(torch.tensor(ids[at : at + BLOCK])).logits.clone())
+            target.commit(BLOCK)
+    return torch.cat(rows).double().log_softmax(-1)
+
+
+def divergence(library: ctypes.CDLL, model: Path) -> dict[str, dict[str, float]]:
+    """Kullback-Leibler divergences from an F32 model, all its matrices in one type."""
+    _, tokenizer = embedded()
+    texts = [tokenizer.encode(p, add_special=True)[:96] for p in prompts()[:8]]
+    exact = log_probs(model, texts)
+    found = {}
+    with tempfile.TemporaryDirectory() as folder, GGUFFile.open(model) as source:
+        ours, theirs = Path(folder, "ours.gguf"), Path(folder, "theirs.gguf")
+        for kind in ("Q4_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"):
+            requantize(model, ours, kind, tensor_types=[(r"token_embd|attn_[kv]\.", kind)])
+            with GGUFFile.open(ours) as file:
+                tensors = {n: file.tensor(n) for n in file.tensors}
+                for name, t in tensors.items():
+                    if t.type.elems > 1:
+                        dense = source.tensor(name).to_dense().float().reshape(t.rows, t.columns)
+                        packed = llama_quantize(library, dense, t.ggml_type)
+                        tensors[name] = QuantTensor(packed, t.ggml_type, t.shape)
+                write_gguf(theirs, file.architecture, typed_metadata(file), tensors.items())
+            found[kind] = {}
+            for name, path in (("llama.cpp", theirs), ("torch-dflash", ours)):
+                moved = exact.exp() * (exact - log_probs(path, texts))
+                found[kind][name] = moved.sum(-1).mean().item()
+            print("divergence", kind, found[kind])
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("library", type=Path)
     parser.add_argument("--file", type=Path, action="append", default=[])
+    parser.add_argument("--model", type=Path)
     parser.add_argument("-o", "--output", type=Path)
     args = parser.parse_args()
     library = ctypes.CDLL(str(args.library))
@@ -74,12 +124,14 @@ def main() -> None:
                             text=True, check=True).stdout.strip()  # fmt: skip
     result = {
         "command": "python tools/compare_quantizers.py libggml-base.so "
-        + " ".join(f"--file {p.name}" for p in args.file),
+        + " ".join(f"--file {p.name}" for p in args.file)
+        + (f" --model {args.model.name}" if args.model else ""),
         "commit": commit,
         "library": args.library.resolve().name,
         "library_sha256": hashlib.sha256(args.library.read_bytes()).hexdigest(),
         "values": {kind: x.numel() for kind, x in data.items()},
         "nmse": figures,
+        "divergence": divergence(library, args.model) if args.model else {},
     }
     if args.output:
         args.output.write_text(json.dumps(result, indent=1) + "\n")
