@@ -15,6 +15,7 @@ from torch_dflash.drafters.checkpoint import read_checkpoint
 from torch_dflash.drafters.rope import RopeConfig, magnitude
 from torch_dflash.drafters.to_hf import hf_config, hf_notes, hf_tensors, write_folder
 from torch_dflash.fields import CheckpointError
+from torch_dflash.load import ASSETS
 from torch_dflash.testing.tiny import tiny_drafter
 
 HF_CASES = [
@@ -230,3 +231,26 @@ def test_notes(fixtures):
     )
     part = read_checkpoint(fixtures / "gguf/dflash_partial_rotary").config
     assert "ignores partial_rotary_factor" in hf_notes(part)[0]
+
+
+@pytest.mark.parametrize("name", ["dflash", "dflash2", "dspark"])
+def test_zlab_loads_what_is_prepared(tmp_path, name):
+    """An embedded GGUF drafter, every value of it, in z-lab's package; DSpark's backbone too."""
+    zlab = pytest.importorskip("dflash.model", reason="z-lab's dflash 0.1.0 is not installed")
+    source, folder = ASSETS / f"{name}.gguf", tmp_path / name
+    prepare_drafter(source, folder, target=ASSETS / "target.gguf", dtype=torch.float32)
+    cls = zlab.DFlash2DraftModel if name == "dflash2" else zlab.DFlashDraftModel
+    model, info = cls.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    heads = {"markov_head.", "confidence_head."} if name == "dspark" else set()
+    assert not info["missing_keys"]
+    assert {k.split(".")[0] + "." for k in info["unexpected_keys"]} == heads
+    assert not info["mismatched_keys"]
+    loaded = model.state_dict()
+    for logical, tensor in read_checkpoint(source).tensors.items():
+        if not logical.startswith(("markov_head", "confidence_head")):
+            key = logical if logical in loaded else f"{logical}.weight"
+            assert torch.equal(loaded[key], tensor.to_dense().float()), logical
+    config = read_checkpoint(folder).config
+    assert int(model.block_size) == config.block_size
+    assert int(model.mask_token_id) == config.mask_token_id
+    assert [*model.target_layer_ids] == [*config.target_layer_ids]
