@@ -10,6 +10,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # helpers, in child processes too
 
+# draft lengths that do not depend on how fast this machine is
+FULL_LENGTH = {"TORCH_DFLASH_DISABLE": "adaptive"}
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 collect_ignore_glob = [] if HAS_VLLM else ["*.py"]
 
@@ -55,7 +57,8 @@ def gguf(
     """Engine arguments and environment of the GGUF target with a GGUF drafter, by its kind."""
     from torch_dflash.load import ASSETS
 
-    env = {"TORCH_DFLASH_CACHE": str(tmp_path_factory.mktemp("drafters"))}
+    cache = str(tmp_path_factory.mktemp("drafters"))
+    env = {"TORCH_DFLASH_CACHE": cache, **FULL_LENGTH}
 
     def arguments(kind: str) -> tuple[dict[str, object], dict[str, str]]:
         drafter = {"method": "dflash", "model": str(ASSETS / f"{kind}.gguf")}

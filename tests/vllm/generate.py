@@ -62,6 +62,7 @@ def sample(
     settings = SamplingParams(**{"temperature": 0.0, "max_tokens": 48, **params})
     inputs = [p if isinstance(p, str) else {"prompt_token_ids": p} for p in prompts]
     if cycle is not None:
+        before = scheduler(llm).dynamic_sd_lookup
         scheduler(llm).dynamic_sd_lookup = Cycle(cycle)
     results = []
     for request in llm.generate(inputs, settings, use_tqdm=False):
@@ -82,7 +83,7 @@ def sample(
                 }
             )
     if cycle is not None:
-        scheduler(llm).dynamic_sd_lookup = None
+        scheduler(llm).dynamic_sd_lookup = before
     return results
 
 
