@@ -31,6 +31,10 @@ __all__ = ["DFlashGDN"]
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
+def _int32(values: Tensor) -> Tensor:
+    return values.to(torch.int32).contiguous()
+
+
 @dataclass
 class _Constants:
     """Float32 copies of the small weights, as the operators read them."""
@@ -273,7 +277,9 @@ class DFlashGDN(QwenGatedDeltaNetAttention):
         """
         w = self._weights()
         conv, state = self.kv_cache[0], self.kv_cache[1]
-        indices = state_indices.contiguous()
+        # slices of a wider table, unless they are a graph's own buffers
+        indices, cu_seqlens = _int32(state_indices), _int32(cu_seqlens)
+        num_accepted = None if num_accepted is None else _int32(num_accepted)
         mixed = ops.ssm_conv_step(
             rows.mixed, conv, w.conv, None, True, indices[:, 0].contiguous(), num_accepted,
             cu_seqlens,
@@ -295,7 +301,8 @@ class DFlashGDN(QwenGatedDeltaNetAttention):
         """
         w = self._weights()
         conv, state = self.kv_cache[0], self.kv_cache[1]
-        slots, offsets = slots.contiguous(), cu_seqlens.tolist()
+        slots, cu_seqlens = _int32(slots), _int32(cu_seqlens)
+        offsets = cu_seqlens.tolist()
         mixed = rows.mixed.new_empty(rows.mixed.shape, dtype=torch.float32)
         for slot, known, start, end in zip(
             slots.tolist(), has_state.tolist(), offsets[:-1], offsets[1:], strict=True
