@@ -9,7 +9,9 @@ import engines
 import pytest
 from reference import check_native, long_prompt, prompts, quantile
 
-PROMPTS = [long_prompt(600), long_prompt(300, 100)]  # blocks are 256 tokens
+# Blocks are 256 tokens. The first ends just behind one: a wrong window there shows at once.
+PROMPTS = [long_prompt(514), long_prompt(300, 100)]
+CROSSING = [long_prompt(490, 30), long_prompt(236, 7), long_prompt(505, 200)]
 SAMPLES = 320
 CYCLE = [7, 0, 3, 1, 5, 0, 0, 2]
 
@@ -26,6 +28,7 @@ def ran(gguf):
             "first": job,
             "again": job,
             "ragged": {**job, "cycle": CYCLE},
+            "crossing": {"prompts": CROSSING, "max_tokens": 64},
             "sampled": {
                 "prompts": prompts()[:1],
                 "temperature": 1.0,
@@ -48,6 +51,10 @@ def test_from_the_cache(ran, job):
     results = ran["jobs"][job]
     assert [r["cached"] > 0 for r in results] == [True, False]
     check_native(results, PROMPTS)
+
+
+def test_decoding_past_the_end_of_a_block(ran):
+    check_native(ran["jobs"]["crossing"], CROSSING)
 
 
 @pytest.mark.parametrize("position", [1, 2])
