@@ -115,7 +115,10 @@ def convert_drafter(
     tokenizer = _tokenizer(target, own, checkpoint.config.vocab_size)
     if tokenizer is None and layout == "upstream":
         _log.warning("%s: without a tokenizer llama.cpp does not load it; pass the target", path)
-    name = own["general.name"].value if "general.name" in own else source.resolve().stem
+    # a folder's name may have dots: Qwen3.8-27B-DFlash2
+    name = source.resolve().name if source.is_dir() else source.stem
+    if "general.name" in own:
+        name = own["general.name"].value
     write_drafter(
         path,
         with_target_ends(checkpoint, target),

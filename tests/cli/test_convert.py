@@ -1,6 +1,7 @@
 """``torch-dflash convert`` and ``prepare``: one line when it works, one line when it does not."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -52,6 +53,13 @@ def test_there_and_back(files, tmp_path, capsys, kind, count, layout):
     assert after.config == before.config
     for name, tensor in before.tensors.items():
         assert torch.equal(after.tensors[name].to_dense(), tensor.to_dense()), name
+
+
+def test_the_name_of_a_folder_may_have_dots(files, tmp_path, capsys):
+    folder = shutil.copytree(files / "dflash", tmp_path / "Qwen3.8-27B-DFlash")
+    run(capsys, "convert", folder, "-o", tmp_path / "x.gguf")
+    with GGUFFile.open(tmp_path / "x.gguf") as file:
+        assert file.metadata["general.name"] == "Qwen3.8-27B-DFlash"
 
 
 def test_options(files, tmp_path, capsys):

@@ -229,6 +229,10 @@ def test_notes(fixtures):
         "vanilla Markov heads only, not rnn"
         in hf_notes(read_checkpoint(fixtures / "dspark/rnn").config)[0]
     )
+    assert hf_notes(replace(c, kind="dflash2", context_length=None)) == [
+        "max_position_embeddings: the drafter does not say, 32768 is written, and engines refuse "
+        "longer texts"
+    ]
     part = read_checkpoint(fixtures / "gguf/dflash_partial_rotary").config
     assert "ignores partial_rotary_factor" in hf_notes(part)[0]
 

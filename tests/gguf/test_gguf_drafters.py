@@ -134,7 +134,7 @@ def test_what_readers_leave_out(fixtures, tmp_path, caplog):
         ({"final_logit_softcapping": 20.0}, "ignores the multiplier and the soft cap"),
         ({"selector_top_k": 6}, "refuses selector_top_k 6 at hidden size 32"),
         ({"attention_bias": True}, "refuses a drafter with attention biases"),
-        ({"markov_head_type": "rnn"}, "refuses a drafter with a rnn Markov head"),
+        ({"markov_head_type": "rnn"}, "refuses a drafter with the rnn Markov head"),
         ({"confidence": "hidden"}, "confidence head on the hidden state alone"),
         ({"target_hidden_size": 64}, "a target of another width"),
     ):

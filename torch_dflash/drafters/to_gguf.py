@@ -212,7 +212,7 @@ def gguf_notes(checkpoint: DrafterCheckpoint, layout: Layout = "upstream") -> li
         )
     for what, is_so in (
         ("attention biases", c.attention_bias),
-        (f"a {c.markov_head_type} Markov head", c.markov_head_type in ("gated", "rnn")),
+        (f"the {c.markov_head_type} Markov head", c.markov_head_type in ("gated", "rnn")),
         ("a confidence head on the hidden state alone", c.confidence == "hidden"),
         ("a target of another width", c.target_hidden_size != c.hidden_size),
     ):

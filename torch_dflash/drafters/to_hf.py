@@ -7,6 +7,7 @@ import secrets
 import shutil
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -100,7 +101,8 @@ def write_folder(
         raise error_about(error, folder) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    for note in hf_notes(checkpoint.config):
+    known = checkpoint.config.context_length or context_length
+    for note in hf_notes(replace(checkpoint.config, context_length=known)):
         _log.warning("%s: %s", where, note)
 
 
@@ -222,11 +224,16 @@ def trained_context(path: str | Path) -> int:
 
 
 def hf_notes(config: DrafterConfig) -> list[str]:
-    """What other engines leave out of this drafter's arithmetic, one line each.
+    """What is assumed in the folder, and what other engines leave out of the drafter's arithmetic.
 
     Output stays what the target would say; what suffers is acceptance.
     """
     c, lines = config, []
+    if c.context_length is None:
+        lines.append(
+            f"max_position_embeddings: the drafter does not say, {_longest(c.rope)} is written, "
+            "and engines refuse longer texts"
+        )
     if c.kind == "dflash":
         for name, off in (("final_logit_softcapping", 0.0), ("input_embedding_scale", 1.0)):
             if getattr(c, name) != off:
