@@ -62,18 +62,19 @@ def poison_rejected(target, rows):
 
 
 @pytest.mark.parametrize(
-    "kind, dtype, rounds",
+    "kind, dtype, activations, rounds",
     [
-        ("journal", torch.float32, 500),
-        ("snapshots", torch.float32, 500),
-        ("journal", torch.bfloat16, 300),
-        ("snapshots", torch.bfloat16, 300),
+        ("journal", torch.float32, "planes", 500),
+        ("snapshots", torch.float32, "planes", 500),
+        ("journal", torch.bfloat16, "planes", 300),
+        ("snapshots", torch.bfloat16, "planes", 300),
+        ("journal", torch.float32, "q8_1", 300),
     ],
 )
-def test_every_verification_equals_plain_steps(hybrid, kind, dtype, rounds):
+def test_every_verification_equals_plain_steps(hybrid, kind, dtype, activations, rounds):
     """A text is run one row at a time; then in blocks whose first n draft tokens are right, every n
     equally often, all right and all wrong included."""
-    target = load_target(hybrid, state=kind, state_dtype=dtype)
+    target = load_target(hybrid, state=kind, state_dtype=dtype, activations=activations)
     target.capture([0, 2, 4])
     rng = random.Random(7)
     text = [rng.randrange(target.vocab_size) for _ in range(TEXT)]

@@ -7,6 +7,7 @@ import torch
 from .drafters import Drafter, drafter_for
 from .drafters.checkpoint import load_checkpoint
 from .models import load_target as _load_target
+from .models.build import Activations
 from .models.decoder import Decoder
 from .models.state import StateKind
 
@@ -22,6 +23,7 @@ def load_target(
     state: StateKind = "journal",
     kv_dtype: torch.dtype = torch.float32,
     state_dtype: torch.dtype = torch.float32,
+    activations: Activations = "planes",
 ) -> Decoder:
     """Load a target from a GGUF file.
 
@@ -30,12 +32,17 @@ def load_target(
         state: how a hybrid's recurrent state is rolled back.
         kv_dtype: dtype of the K and V caches.
         state_dtype: dtype of the GDN states.
+        activations: what quantized weights are multiplied with: ``planes``, or ``q8_1``, rounded to
+            8 bits as llama.cpp rounds them (:func:`torch_dflash.ops.quant_act`).
 
     Raises:
         GGUFError, CheckpointError: the file cannot be used; the message names what is wrong.
+        ValueError: a dtype, state kind or kind of activations that does not exist.
     """
     file = ASSETS / "target.gguf" if path is None else Path(path)
-    return _load_target(file, state=state, kv_dtype=kv_dtype, state_dtype=state_dtype)
+    return _load_target(
+        file, state=state, kv_dtype=kv_dtype, state_dtype=state_dtype, activations=activations
+    )
 
 
 def load_drafter(

@@ -16,7 +16,8 @@ struct NormArgs {
   float eps;
   bool plus_one;
   float* out;       // [rows, columns], or null:
-  uint8_t* packed;  // [rows, act_bytes(columns)]
+  uint8_t* packed;  // [rows, packed_bytes(columns, act_mode)]
+  int64_t act_mode;
 };
 
 constexpr int kMaxTaps = 16;

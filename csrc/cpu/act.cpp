@@ -18,6 +18,7 @@ Tensor quant_act(const Tensor& x, int64_t act_mode) {
                           plan.rows,
                           plan.columns,
                           plan.row_stride * bytes_of(type),
+                          act_mode,
                           static_cast<uint8_t*>(plan.out.mutable_data_ptr())};
   const bool wide = isa() == Isa::kAvx512;
   if (act_mode == 0)

@@ -19,8 +19,14 @@ DFLASH_INLINE Floats loadu(const float* x) {
 DFLASH_INLINE Ints bits(Floats x) {
   return _mm512_castps_si512(x);
 }
+DFLASH_INLINE Floats floats(Ints x) {
+  return _mm512_castsi512_ps(x);
+}
 DFLASH_INLINE Ints both(Ints a, Ints b) {
   return _mm512_and_si512(a, b);
+}
+DFLASH_INLINE Ints either(Ints a, Ints b) {
+  return _mm512_or_si512(a, b);
 }
 DFLASH_INLINE int32_t reduce_max(Ints a) {
   return _mm512_reduce_max_epi32(a);
@@ -43,8 +49,14 @@ DFLASH_INLINE Floats loadu(const float* x) {
 DFLASH_INLINE Ints bits(Floats x) {
   return _mm256_castps_si256(x);
 }
+DFLASH_INLINE Floats floats(Ints x) {
+  return _mm256_castsi256_ps(x);
+}
 DFLASH_INLINE Ints both(Ints a, Ints b) {
   return _mm256_and_si256(a, b);
+}
+DFLASH_INLINE Ints either(Ints a, Ints b) {
+  return _mm256_or_si256(a, b);
 }
 DFLASH_INLINE int32_t reduce_max(Ints a) {
   __m128i m = _mm_max_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
@@ -69,16 +81,21 @@ DFLASH_INLINE int16_t sum16(const int8_t* codes) {
   return int16_t(_mm_cvtsi128_si32(_mm_add_epi64(s, _mm_unpackhi_epi64(s, s))) - 16 * 128);
 }
 
+// The bit pattern of the largest |x| of n values, a multiple of kStep.
+DFLASH_INLINE uint32_t amax_bits(const float* x, int n) {
+  const Ints magnitude_bits = DFLASH_ACT(set1_epi32)(0x7fffffff);
+  Ints largest = DFLASH_ACT(set1_epi32)(0);
+  for (int i = 0; i < n; i += kStep)
+    largest = DFLASH_ACT(max_epi32)(largest, both(bits(loadu(x + i)), magnitude_bits));
+  return uint32_t(reduce_max(largest));
+}
+
 }  // namespace act_detail
 
 // One full group: x[0 .. 256).
 static inline void quantize_full_group(const float* x, ActGroup* group) {
   using namespace act_detail;
-  const Ints magnitude_bits = DFLASH_ACT(set1_epi32)(0x7fffffff);
-  Ints largest = DFLASH_ACT(set1_epi32)(0);
-  for (int i = 0; i < kActGroup; i += kStep)
-    largest = DFLASH_ACT(max_epi32)(largest, both(bits(loadu(x + i)), magnitude_bits));
-  const ActScale s = act_scale(uint32_t(reduce_max(largest)));
+  const ActScale s = act_scale(amax_bits(x, kActGroup));
   memset(group, 0, 16);
   group->scale = s.scale;
   if (s.inv == 0.f) {
@@ -105,21 +122,50 @@ static inline void quantize_full_group(const float* x, ActGroup* group) {
   }
 }
 
+static inline void quantize_full_group(const float* x, Q8Group* group) {
+  using namespace act_detail;
+  const Ints sign = DFLASH_ACT(set1_epi32)(int(0x80000000u));
+  const Ints half = bits(DFLASH_ACT(set1_ps)(0.49999997f));
+  for (int q = 0; q < kQ8Quants; ++q, x += kQ8Values) {
+    const ActScale s = q8_scale(amax_bits(x, kQ8Values));
+    int8_t* code = group->code + q * kQ8Values;
+    group->scale[q] = s.scale;
+    if (s.inv == 0.f) {
+      memset(code, 0, kQ8Values);
+      group->sum[2 * q] = group->sum[2 * q + 1] = 0;
+      continue;
+    }
+    const Floats inv = DFLASH_ACT(set1_ps)(s.inv);
+    for (int i = 0; i < kQ8Values; i += kStep) {
+      const Floats v = DFLASH_ACT(mul_ps)(loadu(x + i), inv);
+      const Floats away = floats(either(both(bits(v), sign), half));
+      store_bytes(code + i, DFLASH_ACT(cvttps_epi32)(DFLASH_ACT(add_ps)(v, away)));
+    }
+    group->sum[2 * q] = sum16(code);
+    group->sum[2 * q + 1] = sum16(code + 16);
+  }
+}
+
 #undef DFLASH_ACT
 
 // x[0 .. n) of one group, n <= 256.
-static inline void quantize_group(const float* x, int64_t n, ActGroup* group) {
+template <class Group>
+static inline void quantize_group(const float* x, int64_t n, Group* group) {
   if (n == kActGroup) return quantize_full_group(x, group);
   alignas(64) float padded[kActGroup] = {};
   memcpy(padded, x, size_t(n) * sizeof(float));
   quantize_full_group(padded, group);
 }
 
-// A float row -> a packed row of act_bytes(columns, 1) bytes.
-static inline void quantize_row(const float* x, int64_t columns, uint8_t* packed) {
-  auto* group = reinterpret_cast<ActGroup*>(packed);
-  for (int64_t k = 0; k < columns; k += kActGroup)
-    quantize_group(x + k, std::min<int64_t>(kActGroup, columns - k), group++);
+// A float row -> a packed row of packed_bytes(columns, act_mode); a part of one, if it starts at a
+// group.
+static inline void quantize_row(const float* x, int64_t columns, int64_t act_mode,
+                                uint8_t* packed) {
+  with_group(act_mode, [&]<class Group>() {
+    auto* group = reinterpret_cast<Group*>(packed);
+    for (int64_t k = 0; k < columns; k += kActGroup)
+      quantize_group(x + k, std::min<int64_t>(kActGroup, columns - k), group++);
+  });
 }
 
 }  // namespace dflash::cpu::DFLASH_ISA

@@ -6,6 +6,7 @@ namespace dflash::cpu::DFLASH_ISA {
 
 void quant_act(const QuantActCall& c) {
   const int64_t groups = ceil_div<int64_t>(c.columns, kActGroup);
+  const int64_t bytes = group_bytes(c.act_mode);
   // a group takes about 0.2 us
   parallel_for(c.rows * groups, 32, [&](int64_t begin, int64_t end) {
     alignas(64) float buffer[kActGroup];
@@ -13,7 +14,7 @@ void quant_act(const QuantActCall& c) {
       const int64_t row = g / groups, from = g % groups * kActGroup;
       const int64_t n = std::min<int64_t>(kActGroup, c.columns - from);
       const float* x = as_float(c.x + row * c.row_bytes, c.type, from, n, buffer);
-      quantize_group(x, n, reinterpret_cast<ActGroup*>(c.out) + g);
+      quantize_row(x, n, c.act_mode, c.out + g * bytes);
     }
   });
 }

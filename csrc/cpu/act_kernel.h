@@ -6,7 +6,7 @@ namespace dflash::cpu {
 struct QuantActCall {
   const uint8_t* x;  // [rows, columns] of `type`, row stride row_bytes
   FloatType type;
-  int64_t rows, columns, row_bytes;
+  int64_t rows, columns, row_bytes, act_mode;
   uint8_t* out;  // [rows, act_bytes]
 };
 

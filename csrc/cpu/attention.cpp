@@ -171,10 +171,11 @@ Tensor block_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_c
   check_sequences(plan, args, starts, keys);
   attend(plan, args, starts, keys);
   if (act_mode != 0) {
-    uint8_t* packed = Tensor(plan.out).mutable_data_ptr<uint8_t>();
+    auto* packed = static_cast<uint8_t*>(plan.out.mutable_data_ptr());
     const bool wide = isa() == Isa::kAvx512;
     parallel_for(plan.rows, std::max<int64_t>(1, 16384 / columns), [&](int64_t begin, int64_t end) {
-      (wide ? avx512::pack_rows : avx2::pack_rows)(floats.data(), columns, begin, end, packed);
+      (wide ? avx512::pack_rows : avx2::pack_rows)(floats.data(), columns, begin, end, act_mode,
+                                                   packed);
     });
   }
   return plan.out;

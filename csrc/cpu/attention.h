@@ -36,12 +36,13 @@ struct AttentionArgs {
 
 // whole: every chunk of a block and its output; scratch: 2 * padded floats a query.
 // chunk: one chunk of a block into its partial; merge: a block's output from its partials.
-// pack_rows: float rows [begin, end) as packed activations (act_mode 1).
-#define DFLASH_ATTENTION_KERNELS                                                             \
-  void attend_whole(const AttentionArgs& args, const AttentionBlock& block, float* scratch); \
-  void attend_chunk(const AttentionArgs& args, const AttentionBlock& block, int64_t chunk);  \
-  void attend_merge(const AttentionArgs& args, const AttentionBlock& block, float* scratch); \
-  void pack_rows(const float* x, int64_t columns, int64_t begin, int64_t end, uint8_t* packed);
+// pack_rows: float rows [begin, end) as packed activations.
+#define DFLASH_ATTENTION_KERNELS                                                                \
+  void attend_whole(const AttentionArgs& args, const AttentionBlock& block, float* scratch);    \
+  void attend_chunk(const AttentionArgs& args, const AttentionBlock& block, int64_t chunk);     \
+  void attend_merge(const AttentionArgs& args, const AttentionBlock& block, float* scratch);    \
+  void pack_rows(const float* x, int64_t columns, int64_t begin, int64_t end, int64_t act_mode, \
+                 uint8_t* packed);
 
 namespace avx2 {
 DFLASH_ATTENTION_KERNELS

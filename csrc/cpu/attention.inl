@@ -360,9 +360,11 @@ void attend_whole(const AttentionArgs& args, const AttentionBlock& block, float*
     mergers[j].finish(args, block.row + j / group, block.kv_head * group + j % group);
 }
 
-void pack_rows(const float* x, int64_t columns, int64_t begin, int64_t end, uint8_t* packed) {
-  const int64_t bytes = ceil_div<int64_t>(columns, kActGroup) * int64_t(sizeof(ActGroup));
-  for (int64_t n = begin; n < end; ++n) quantize_row(x + n * columns, columns, packed + n * bytes);
+void pack_rows(const float* x, int64_t columns, int64_t begin, int64_t end, int64_t act_mode,
+               uint8_t* packed) {
+  const int64_t bytes = packed_bytes(columns, act_mode);
+  for (int64_t n = begin; n < end; ++n)
+    quantize_row(x + n * columns, columns, act_mode, packed + n * bytes);
 }
 
 }  // namespace dflash::cpu::DFLASH_ISA

@@ -68,7 +68,7 @@ void run(const DeltaArgs& args) {
 // Packed activations are made of whole rows: groups of 256 span heads.
 Tensor run(DeltaPlan& plan) {
   DeltaArgs& args = plan.args;
-  if (!plan.packed) {
+  if (plan.act_mode == 0) {
     run(args);
     return plan.out;
   }
@@ -81,7 +81,8 @@ Tensor run(DeltaPlan& plan) {
                           args.rows,
                           columns,
                           columns * int64_t(sizeof(float)),
-                          plan.out.mutable_data_ptr<uint8_t>()};
+                          plan.act_mode,
+                          static_cast<uint8_t*>(plan.out.mutable_data_ptr())};
   (isa() == Isa::kAvx512 ? avx512::quant_act : avx2::quant_act)(call);
   return plan.out;
 }

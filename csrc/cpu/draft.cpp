@@ -34,7 +34,8 @@ Tensor grouped_conv(const Tensor& x, const Tensor& coef, const Tensor& base, int
       base.const_data_ptr<float>() + side * plan.taps * plan.columns,
       offsets,
       act_mode == 0 ? plan.out.mutable_data_ptr<float>() : nullptr,
-      act_mode == 0 ? nullptr : static_cast<ActGroup*>(plan.out.mutable_data_ptr()),
+      act_mode == 0 ? nullptr : static_cast<uint8_t*>(plan.out.mutable_data_ptr()),
+      act_mode,
   };
   if (plan.rows > 0) draft_kernels().grouped_conv(call);
   return plan.out;

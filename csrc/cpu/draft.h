@@ -14,7 +14,8 @@ struct GroupedConvCall {
   const float* base;          // [taps, columns], of this side
   const int32_t* cu_seqlens;  // [sequences + 1]
   float* out;                 // [rows, columns], or null:
-  ActGroup* packed;           // [rows, ceil(columns / 256)]
+  uint8_t* packed;            // [rows, packed_bytes(columns, act_mode)]
+  int64_t act_mode;
 };
 
 struct DraftKernels {
@@ -22,7 +23,7 @@ struct DraftKernels {
   // reduce.h's dot.
   float (*dot)(const float* a, const float* b, int64_t n);
   // A float row as packed activations.
-  void (*quantize_row)(const float* x, int64_t columns, uint8_t* packed);
+  void (*quantize_row)(const float* x, int64_t columns, int64_t act_mode, uint8_t* packed);
 };
 
 namespace avx2 {

@@ -22,7 +22,7 @@ void conv_row(const GroupedConvCall& c, int64_t n, int64_t first, float* __restr
 }
 
 void grouped_conv(const GroupedConvCall& c) {
-  const int64_t groups = ceil_div<int64_t>(c.columns, kActGroup);
+  const int64_t row_bytes = c.packed ? packed_bytes(c.columns, c.act_mode) : 0;
   const int64_t grain = std::max<int64_t>(1, 16384 / (c.columns * c.taps));
   parallel_for(c.rows, grain, [&](int64_t begin, int64_t end) {
     const std::unique_ptr<float[]> spare(c.packed ? new float[size_t(c.columns)] : nullptr);
@@ -30,8 +30,7 @@ void grouped_conv(const GroupedConvCall& c) {
     for (int64_t n = begin; n < end; ++n) {
       while (sequence[1] <= n) ++sequence;
       conv_row(c, n, sequence[0], c.packed ? spare.get() : c.out + n * c.columns);
-      if (c.packed)
-        quantize_row(spare.get(), c.columns, reinterpret_cast<uint8_t*>(c.packed + n * groups));
+      if (c.packed) quantize_row(spare.get(), c.columns, c.act_mode, c.packed + n * row_bytes);
     }
   });
 }
@@ -40,8 +39,8 @@ float dot_rows(const float* a, const float* b, int64_t n) {
   return dot(a, b, n);
 }
 
-void pack_row(const float* x, int64_t columns, uint8_t* packed) {
-  quantize_row(x, columns, packed);
+void pack_row(const float* x, int64_t columns, int64_t act_mode, uint8_t* packed) {
+  quantize_row(x, columns, act_mode, packed);
 }
 
 }  // namespace

@@ -46,14 +46,14 @@ class Linear {
     const bool wide = isa() == Isa::kAvx512;
     const DraftKernels& kernels = draft_kernels();
     for (int64_t s = 0; planes_ && s < sequences; ++s)
-      kernels.quantize_row(x + s * columns_, columns_,
+      kernels.quantize_row(x + s * columns_, columns_, kActPlanes,
                            reinterpret_cast<uint8_t*>(groups_.data() + s * row_groups_));
     if (!values_.empty())
-      (wide ? avx512::unpack_activations : avx2::unpack_activations)(groups_.data(), sequences,
-                                                                     columns_, values_.data());
+      (wide ? avx512::unpack_activations : avx2::unpack_activations)(
+          groups_.data(), kActPlanes, sequences, columns_, values_.data());
     const float* floats = !planes_ ? x : values_.empty() ? nullptr : values_.data();
     const MatmulCall call = {
-        {sequences, columns_, planes_ ? groups_.data() : nullptr, floats},
+        {sequences, columns_, planes_ ? kActPlanes : 0, planes_ ? groups_.data() : nullptr, floats},
         &segment_,
         1,
         bias_,

@@ -48,13 +48,13 @@ MatmulSegment segment(int64_t type, int64_t rows, const uint8_t* weight) {
 
 // x as the kernels read it; `spare` has room for its values if a segment reads floats.
 MatmulRows matmul_rows(const Tensor& x, const MatmulInput& input, int64_t columns, float* spare) {
-  if (!input.packed)
-    return {input.rows, columns, nullptr, static_cast<const float*>(x.const_data_ptr())};
-  const auto* groups = static_cast<const ActGroup*>(x.const_data_ptr());
+  const void* data = x.const_data_ptr();
+  if (input.act_mode == 0)
+    return {input.rows, columns, 0, nullptr, static_cast<const float*>(data)};
   if (spare)
     (isa() == Isa::kAvx512 ? avx512::unpack_activations : avx2::unpack_activations)(
-        groups, input.rows, columns, spare);
-  return {input.rows, columns, groups, spare};
+        data, input.act_mode, input.rows, columns, spare);
+  return {input.rows, columns, input.act_mode, data, spare};
 }
 
 }  // namespace
@@ -72,7 +72,7 @@ Tensor qmm(const Tensor& x, const Tensor& weight, std::vector<int64_t> types,
     floats |= !segments.back().tiled;
   }
   const ScratchUse use;
-  float* spare = plan.x.packed && floats ? scratch.take(plan.x.rows * columns) : nullptr;
+  float* spare = plan.x.act_mode != 0 && floats ? scratch.take(plan.x.rows * columns) : nullptr;
   const MatmulCall call{
       matmul_rows(x, plan.x, columns, spare),
       segments.data(),
@@ -92,7 +92,7 @@ Tensor qmm_glu(const Tensor& x, const Tensor& weight, std::vector<int64_t> types
   const auto* bytes = static_cast<const uint8_t*>(weight.const_data_ptr());
   const MatmulSegment gate = segment(types[0], rows, bytes);
   const MatmulSegment up = segment(types[1], rows, bytes + plan.up_offset);
-  const bool pack = act_mode != 0, floats = plan.x.packed && !(gate.tiled && up.tiled);
+  const bool pack = act_mode != 0, floats = plan.x.act_mode != 0 && !(gate.tiled && up.tiled);
   const int64_t n = plan.x.rows, outputs = n * rows, groups = ceil_div<int64_t>(rows, kActGroup);
   const ScratchUse use;
   float* work = scratch.take(outputs * (pack ? 2 : 1) + groups + (floats ? n * columns : 0));
@@ -105,7 +105,8 @@ Tensor qmm_glu(const Tensor& x, const Tensor& weight, std::vector<int64_t> types
       up,
       pack ? gate_out : static_cast<float*>(plan.out.mutable_data_ptr()),
       work,
-      pack ? static_cast<ActGroup*>(plan.out.mutable_data_ptr()) : nullptr,
+      pack ? static_cast<uint8_t*>(plan.out.mutable_data_ptr()) : nullptr,
+      act_mode,
       reinterpret_cast<int32_t*>(countdown),
   };
   (isa() == Isa::kAvx512 ? avx512::qmm_glu : avx2::qmm_glu)(call);

@@ -10,6 +10,7 @@ void matmul_tile(const MatmulSegment& segment, const MatmulRows& x, int64_t tile
                  float* out, int64_t out_stride);
 
 // x~ of packed rows: out[count * columns].
-void unpack_activations(const ActGroup* groups, int64_t count, int64_t columns, float* out);
+void unpack_activations(const void* packed, int64_t act_mode, int64_t count, int64_t columns,
+                        float* out);
 
 }  // namespace dflash::cpu::DFLASH_ISA

@@ -12,17 +12,17 @@ namespace {
 constexpr int kPass = 4;   // activation rows whose sums stay in registers
 constexpr int kBlock = 8;  // activation rows that share a visit of a leaf's weights
 
-template <class F, int N>
+template <class F, int N, class Group>
 DFLASH_INLINE void leaf_pass(const uint8_t* tile, int64_t columns, int64_t first, int part,
-                             const ActGroup* const* x, LaneTree* trees) {
+                             const Group* const* x, LaneTree* trees) {
   Floats leaf[N];
   tile_leaf<F, N>(tile, columns, first, part, x, leaf);
   for (int n = 0; n < N; ++n) trees[n].push(leaf[n]);
 }
 
 // The rows of one part of a tile times up to kBlock activation rows: out[n][kPartRows].
-template <class F>
-void tile_block(const uint8_t* tile, int64_t columns, int part, const ActGroup* const* x, int count,
+template <class F, class Group>
+void tile_block(const uint8_t* tile, int64_t columns, int part, const Group* const* x, int count,
                 float (*out)[kPartRows]) {
   LaneTree trees[kBlock];
   const int64_t superblocks = ceil_div<int64_t>(columns, kSuperblock);
@@ -49,7 +49,7 @@ void tile_block(const uint8_t* tile, int64_t columns, int part, const ActGroup* 
   for (int n = 0; n < count; ++n) store_lanes(out[n], trees[n].join());
 }
 
-template <class F>
+template <class F, class Group>
 void packed_tile(const uint8_t* tile, int rows, const MatmulRows& x, const float* bias, float* out,
                  int64_t out_stride) {
   const int64_t groups = ceil_div<int64_t>(x.columns, kActGroup);
@@ -57,8 +57,9 @@ void packed_tile(const uint8_t* tile, int rows, const MatmulRows& x, const float
     const int from = part * kPartRows, width = std::min(kPartRows, rows - from);
     for (int64_t n0 = 0; n0 < x.count; n0 += kBlock) {
       const int count = int(std::min<int64_t>(kBlock, x.count - n0));
-      const ActGroup* x_rows[kBlock];
-      for (int n = 0; n < count; ++n) x_rows[n] = x.groups + (n0 + n) * groups;
+      const Group* x_rows[kBlock];
+      for (int n = 0; n < count; ++n)
+        x_rows[n] = static_cast<const Group*>(x.packed) + (n0 + n) * groups;
       alignas(64) float result[kBlock][kPartRows];
       tile_block<F>(tile, x.columns, part, x_rows, count, result);
       for (int n = 0; n < count; ++n) {
@@ -128,21 +129,27 @@ void matmul_tile(const MatmulSegment& segment, const MatmulRows& x, int64_t tile
   const int64_t first = tile * kTileRows;
   const int rows = int(std::min<int64_t>(kTileRows, segment.rows - first));
   if (bias) bias += first;
-  if (!segment.tiled || !x.groups)
+  if (!segment.tiled || !x.packed)
     return float_tile(segment, x, first, rows, bias, out + first, out_stride);
   dispatch_tile(segment.type, [&]<class F>() {
-    packed_tile<F>(segment.weight + tile * Tile<F>::bytes(x.columns), rows, x, bias, out + first,
-                   out_stride);
+    with_group(x.act_mode, [&]<class Group>() {
+      packed_tile<F, Group>(segment.weight + tile * Tile<F>::bytes(x.columns), rows, x, bias,
+                            out + first, out_stride);
+    });
   });
 }
 
-void unpack_activations(const ActGroup* groups, int64_t count, int64_t columns, float* out) {
-  for (int64_t n = 0; n < count; ++n)
-    for (int64_t k = 0; k < columns; k += kActGroup, ++groups) {
-      const int size = int(std::min<int64_t>(kActGroup, columns - k));
-      float* to = out + n * columns + k;
-      for (int i = 0; i < size; ++i) to[i] = act_value(*groups, i);
-    }
+void unpack_activations(const void* packed, int64_t act_mode, int64_t count, int64_t columns,
+                        float* out) {
+  with_group(act_mode, [&]<class Group>() {
+    auto* group = static_cast<const Group*>(packed);
+    for (int64_t n = 0; n < count; ++n)
+      for (int64_t k = 0; k < columns; k += kActGroup, ++group) {
+        const int size = int(std::min<int64_t>(kActGroup, columns - k));
+        float* to = out + n * columns + k;
+        for (int i = 0; i < size; ++i) to[i] = act_value(*group, i);
+      }
+  });
 }
 
 void qmm(const MatmulCall& c) {
@@ -187,8 +194,10 @@ void qmm_glu(const MatmulGluCall& c) {
       const int64_t g = tile / kGroupTiles;
       if (__atomic_sub_fetch(&c.countdown[g], 1, __ATOMIC_ACQ_REL) > 0) continue;
       const int64_t first = g * kActGroup, size = std::min<int64_t>(kActGroup, rows - first);
+      const int64_t bytes = group_bytes(c.act_mode);
       for (int64_t n = 0; n < c.x.count; ++n)
-        quantize_group(c.out + n * rows + first, size, c.packed + n * groups + g);
+        quantize_row(c.out + n * rows + first, size, c.act_mode,
+                     c.packed + (n * groups + g) * bytes);
     }
   });
 }

@@ -15,12 +15,12 @@ struct MatmulSegment {
   const uint8_t* weight;
 };
 
-// The rows of activations: packed planes or float32. `floats` is what types without tiles read: the
-// same pointer for float32 rows, else the decoded planes.
+// The rows of activations. `floats` is what types without tiles read: float32 rows themselves, else
+// the decoded ones.
 struct MatmulRows {
-  int64_t count, columns;
-  const ActGroup* groups;  // [count, ceil(columns / 256)], or null: float32
-  const float* floats;     // [count, columns], or null when every segment is tiled
+  int64_t count, columns, act_mode;
+  const void* packed;   // [count, packed_bytes(columns, act_mode)], or null: float32
+  const float* floats;  // [count, columns], or null when every segment is tiled
 };
 
 struct MatmulCall {
@@ -36,9 +36,10 @@ struct MatmulCall {
 struct MatmulGluCall {
   MatmulRows x;
   MatmulSegment gate, up;
-  float* out;          // [x.count, gate.rows]
-  float* up_out;       // the same, for up
-  ActGroup* packed;    // [x.count, ceil(gate.rows / 256)] or null
+  float* out;       // [x.count, gate.rows]
+  float* up_out;    // the same, for up
+  uint8_t* packed;  // [x.count, packed_bytes(gate.rows, act_mode)] or null
+  int64_t act_mode;
   int32_t* countdown;  // [ceil(gate.rows / 256)], any contents; null without `packed`
 };
 
@@ -54,12 +55,14 @@ inline int64_t matmul_grain(int64_t tiles, const MatmulRows& x) {
 namespace avx2 {
 void qmm(const MatmulCall& c);
 void qmm_glu(const MatmulGluCall& c);
-void unpack_activations(const ActGroup* groups, int64_t count, int64_t columns, float* out);
+void unpack_activations(const void* packed, int64_t act_mode, int64_t count, int64_t columns,
+                        float* out);
 }  // namespace avx2
 namespace avx512 {
 void qmm(const MatmulCall& c);
 void qmm_glu(const MatmulGluCall& c);
-void unpack_activations(const ActGroup* groups, int64_t count, int64_t columns, float* out);
+void unpack_activations(const void* packed, int64_t act_mode, int64_t count, int64_t columns,
+                        float* out);
 }  // namespace avx512
 
 }  // namespace dflash::cpu

@@ -3,7 +3,9 @@
 //
 // Integers stay exact. Per superblock and plane |sum of scale * dot|, offsets of unsigned codes
 // included, is at most: Q4_K, Q5_K 63 * 31 * 127 * 256 = 6.4e7; Q6_K 128 * 63 * 127 * 256 = 2.7e8;
-// IQ4_XS 32 * 241 * 127 * 256 = 2.6e8. The corrections are smaller. All are below 2^31.
+// IQ4_XS 32 * 241 * 127 * 256 = 2.6e8. The corrections are smaller. All are below 2^31. Q8_1's sums
+// of 32, with the offsets taken off, are exact as floats too: at most Q4_K, Q5_K 63 * 31 * 127 * 32
+// = 7.9e6; Q6_K 128 * 32 * 127 * 32, IQ4_XS 32 * 127 * 127 * 32 = 1.65e7, all below 2^24.
 #pragma once
 #include "core/act.h"
 #include "cpu/lanes.h"
@@ -62,31 +64,49 @@ DFLASH_INLINE void two_quads(const uint8_t* nibbles, Ints high, int i, Ints tabl
   }
 }
 
-// Sums of products of a group with N rows, planes hi and lo.
-template <int kBits, int N>
+// Codes of plane p, and the sums of two times 16 of them.
+DFLASH_INLINE const int8_t* codes_of(const ActGroup* x, int p) {
+  return p ? x->lo : x->hi;
+}
+DFLASH_INLINE const int8_t* codes_of(const Q8Group* x, int) {
+  return x->code;
+}
+DFLASH_INLINE const void* sums_at(const ActGroup* x, int p, int pair) {
+  return (p ? x->sum_lo : x->sum_hi) + 2 * pair;
+}
+DFLASH_INLINE const void* sums_at(const Q8Group* x, int, int pair) {
+  return x->sum + 2 * pair;
+}
+
+// Sums of products of a group with N rows, plane by plane.
+template <int kBits, class Group, int N>
 struct GroupDots {
-  Dot<kBits> sum[N][2];
+  static constexpr int kPlanes = std::is_same_v<Group, Q8Group> ? 1 : 2;
+  Dot<kBits> sum[N][kPlanes];
 
   __attribute__((always_inline)) void clear() {
     DFLASH_UNROLL
-    for (int n = 0; n < N; ++n) sum[n][0].total = sum[n][1].total = zero_ints();
+    for (int n = 0; n < N; ++n) DFLASH_UNROLL
+    for (int p = 0; p < kPlanes; ++p) sum[n][p].total = zero_ints();
   }
-  __attribute__((always_inline)) void add(int quad, Ints weights, const ActGroup* const (&x)[N],
+  // Starts at minus what the codes' offset adds: factor times the sums of the pair's activations.
+  __attribute__((always_inline)) void correct(Ints factor, const Group* const (&x)[N], int pair) {
+    DFLASH_UNROLL
+    for (int n = 0; n < N; ++n) DFLASH_UNROLL
+    for (int p = 0; p < kPlanes; ++p)
+      sum[n][p].total = dot_words(zero_ints(), factor, broadcast(sums_at(x[n], p, pair)));
+  }
+  __attribute__((always_inline)) void add(int quad, Ints weights, const Group* const (&x)[N],
                                           int at) {
     DFLASH_UNROLL
-    for (int n = 0; n < N; ++n) {
-      sum[n][0].add(quad, weights, broadcast(x[n]->hi + at));
-      sum[n][1].add(quad, weights, broadcast(x[n]->lo + at));
-    }
+    for (int n = 0; n < N; ++n) DFLASH_UNROLL
+    for (int p = 0; p < kPlanes; ++p)
+      sum[n][p].add(quad, weights, broadcast(codes_of(x[n], p) + at));
   }
 };
 
 DFLASH_INLINE Floats join_planes(const Ints (&planes)[2]) {
   return fma_lanes(to_floats(planes[0]), set1_lanes(254.f), to_floats(planes[1]));
-}
-
-DFLASH_INLINE const void* sums_at(const ActGroup* x, int plane, int pair) {
-  return (plane ? x->sum_lo : x->sum_hi) + 2 * pair;
 }
 
 // Scale of group u of four, as an int.
@@ -114,7 +134,7 @@ DFLASH_INLINE void superblock(const uint8_t* tile, const uint8_t* halves,
     DFLASH_UNROLL
     for (int u = 0; u < 4; ++u) {
       const int g = 4 * v + u;
-      GroupDots<kDotBits<F>, N> dots;
+      GroupDots<kDotBits<F>, ActGroup, N> dots;
       dots.clear();
       const Ints high = kPlanes ? load_ints(tile + T::kHigh + g * kVector) : zero_ints();
       const uint8_t* nibbles = tile + T::kNibbles + g * (kQuads / 2) * kVector;
@@ -176,24 +196,87 @@ DFLASH_INLINE void superblock(const uint8_t* tile, const uint8_t* halves,
   }
 }
 
-// `count` blocks of 32 (Q8_0, Q4_0) that belong to one superblock.
+// The same with Q8_1, whose scale changes every 32 values: the sums of 32 go to floats, and
+// exactly.
 template <class F, int N>
-DFLASH_INLINE void blocks(const uint8_t* codes, const uint8_t* halves, int64_t count,
-                          const ActGroup* const (&x)[N], Floats (&leaf)[N]) {
+DFLASH_INLINE void superblock(const uint8_t* tile, const uint8_t* halves,
+                              const Q8Group* const (&x)[N], Ints table, Floats (&leaf)[N]) {
   using T = Tile<F>;
+  constexpr int kQuads = 64 / T::kGroups, kPlanes = kDotBits<F> == 8 ? 0 : T::kBits - 4;
+  constexpr int kShared = T::kGroups / kQ8Quants;  // groups with one activation scale
+  Floats value[N], low[N];
+  DFLASH_UNROLL
+  for (int n = 0; n < N; ++n) value[n] = low[n] = set1_lanes(0.f);
+
+  for (int v = 0; v < T::kGroups / 4; ++v) {
+    const Ints scales = load_ints(tile + T::kScales + v * kVector);
+    Ints mins = zero_ints();
+    if constexpr (T::kHasMins) mins = load_ints(tile + T::kMins + v * kVector);
+    Ints acc[N];
+    DFLASH_UNROLL
+    for (int u = 0; u < 4; ++u) {
+      const int g = 4 * v + u, quant = g / kShared;
+      GroupDots<kDotBits<F>, Q8Group, N> dots;
+      if constexpr (kCodeOffset<F> == 0) {
+        dots.clear();
+      } else {
+        const uint32_t word = uint16_t(-kCodeOffset<F>);
+        dots.correct(
+            kShared == 1 ? set1_words(-kCodeOffset<F>) : set1_ints(int(word << u % 2 * 16)), x,
+            quant);
+      }
+      const Ints high = kPlanes ? load_ints(tile + T::kHigh + g * kVector) : zero_ints();
+      const uint8_t* nibbles = tile + T::kNibbles + g * (kQuads / 2) * kVector;
+      DFLASH_UNROLL
+      for (int i = 0; i < kQuads / 2; ++i) {
+        Ints w[2];
+        two_quads<F>(nibbles, high, i, table, w);
+        dots.add(2 * i, w[0], x, 4 * (g * kQuads + 2 * i));
+        dots.add(2 * i + 1, w[1], x, 4 * (g * kQuads + 2 * i + 1));
+      }
+      const Ints scale = scale_of<!T::kHasMins>(scales, u);
+      DFLASH_UNROLL
+      for (int n = 0; n < N; ++n) {
+        const Ints scaled = mul_ints(scale, dots.sum[n][0].total);
+        acc[n] = g % kShared == 0 ? scaled : add_ints(acc[n], scaled);
+        if (g % kShared == kShared - 1)
+          value[n] = fma_lanes(to_floats(acc[n]), set1_lanes(x[n]->scale[quant]), value[n]);
+      }
+      if constexpr (T::kHasMins) {
+        static_assert(kShared == 1);
+        const Ints min = pick(mins, DFLASH_PATTERN(u, kBlank, u, kBlank));
+        DFLASH_UNROLL
+        for (int n = 0; n < N; ++n) {
+          const Ints sum = dot_words(zero_ints(), min, broadcast(sums_at(x[n], 0, quant)));
+          low[n] = fma_lanes(to_floats(sum), set1_lanes(x[n]->scale[quant]), low[n]);
+        }
+      }
+    }
+  }
+
+  const Floats d = halves_to_floats(halves), dmin = halves_to_floats(halves + 32);
+  DFLASH_UNROLL
+  for (int n = 0; n < N; ++n) {
+    leaf[n] = fma_lanes(value[n], d, leaf[n]);
+    if constexpr (T::kHasMins) leaf[n] = fnma_lanes(low[n], dmin, leaf[n]);
+  }
+}
+
+// `count` blocks of 32 (Q8_0, Q4_0) that belong to one superblock.
+template <class F, class Group, int N>
+DFLASH_INLINE void blocks(const uint8_t* codes, const uint8_t* halves, int64_t count,
+                          const Group* const (&x)[N], Floats (&leaf)[N]) {
+  using T = Tile<F>;
+  constexpr bool kQ8 = std::is_same_v<Group, Q8Group>;
   Floats value[N];
   DFLASH_UNROLL
   for (int n = 0; n < N; ++n) value[n] = set1_lanes(0.f);
   for (int b = 0; b < count; ++b, codes += T::kBlockBytes, halves += 2 * kTileRows) {
-    GroupDots<T::kBits, N> dots;
-    dots.clear();
-    if constexpr (kCodeOffset<F> != 0) {
-      DFLASH_UNROLL
-      for (int n = 0; n < N; ++n) DFLASH_UNROLL
-      for (int p = 0; p < 2; ++p)
-        dots.sum[n][p].total =
-            dot_words(zero_ints(), set1_words(-kCodeOffset<F>), broadcast(sums_at(x[n], p, b)));
-    }
+    GroupDots<T::kBits, Group, N> dots;
+    if constexpr (kCodeOffset<F> == 0)
+      dots.clear();
+    else
+      dots.correct(set1_words(-kCodeOffset<F>), x, b);
     DFLASH_UNROLL
     for (int i = 0; i < 4; ++i) {
       Ints w[2];
@@ -213,22 +296,29 @@ DFLASH_INLINE void blocks(const uint8_t* codes, const uint8_t* halves, int64_t c
     const Floats d = halves_to_floats(halves);
     DFLASH_UNROLL
     for (int n = 0; n < N; ++n) {
-      const Ints planes[2] = {dots.sum[n][0].total, dots.sum[n][1].total};
-      value[n] = fma_lanes(d, join_planes(planes), value[n]);
+      if constexpr (kQ8) {
+        const Floats scale = mul_lanes(d, set1_lanes(x[n]->scale[b]));
+        leaf[n] = fma_lanes(to_floats(dots.sum[n][0].total), scale, leaf[n]);
+      } else {
+        const Ints planes[2] = {dots.sum[n][0].total, dots.sum[n][1].total};
+        value[n] = fma_lanes(d, join_planes(planes), value[n]);
+      }
     }
   }
-  DFLASH_UNROLL
-  for (int n = 0; n < N; ++n) leaf[n] = fma_lanes(value[n], set1_lanes(x[n]->scale), leaf[n]);
+  if constexpr (!kQ8) {
+    DFLASH_UNROLL
+    for (int n = 0; n < N; ++n) leaf[n] = fma_lanes(value[n], set1_lanes(x[n]->scale), leaf[n]);
+  }
 }
 
 // Rows part * kPartRows .. of a tile times N activation rows over one leaf that starts at
 // superblock `first`: out[n], n < N. `x` are whole rows of activations.
-template <class F, int N>
-void tile_leaf(const uint8_t* tile, int64_t columns, int64_t first, int part,
-               const ActGroup* const* x, Floats* out) {
+template <class F, int N, class Group>
+void tile_leaf(const uint8_t* tile, int64_t columns, int64_t first, int part, const Group* const* x,
+               Floats* out) {
   using T = Tile<F>;
   Floats leaf[N];
-  const ActGroup* group[N];
+  const Group* group[N];
   DFLASH_UNROLL
   for (int n = 0; n < N; ++n) {
     leaf[n] = set1_lanes(0.f);
@@ -243,9 +333,9 @@ void tile_leaf(const uint8_t* tile, int64_t columns, int64_t first, int part,
       superblock<F, N>(at + 4 * lanes, at + 2 * lanes, group, table, leaf);
     } else {
       const int64_t b = s * 8;
-      blocks<F, N>(tile + T::codes(columns) + b * T::kBlockBytes + 4 * lanes,
-                   tile + (b * kTileRows + lanes) * 2, std::min<int64_t>(8, columns / 32 - b),
-                   group, leaf);
+      blocks<F>(tile + T::codes(columns) + b * T::kBlockBytes + 4 * lanes,
+                tile + (b * kTileRows + lanes) * 2, std::min<int64_t>(8, columns / 32 - b), group,
+                leaf);
     }
     DFLASH_UNROLL
     for (int n = 0; n < N; ++n) ++group[n];

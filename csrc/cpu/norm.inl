@@ -43,7 +43,7 @@ float add_row(const NormArgs& args, int64_t row) {
 template <class R>
 void norm_rows(const NormArgs& args, int64_t begin, int64_t end) {
   static_assert(kLeaf % kActGroup == 0);
-  const int64_t groups = ceil_div<int64_t>(args.columns, kActGroup);
+  const int64_t row_bytes = args.packed ? packed_bytes(args.columns, args.act_mode) : 0;
   alignas(64) float value[kLeaf], weight[kLeaf], unpacked[kLeaf];
   for (int64_t row = begin; row < end; ++row) {
     const float scale = rms_scale(add_row<R>(args, row), args.columns, args.eps);
@@ -57,11 +57,9 @@ void norm_rows(const NormArgs& args, int64_t begin, int64_t end) {
         for (int64_t i = 0; i < n; ++i) y[i] = normed(values[i], scale, 1.f + weights[i]);
       else
         for (int64_t i = 0; i < n; ++i) y[i] = normed(values[i], scale, weights[i]);
-      if (args.packed) {
-        auto* group = reinterpret_cast<ActGroup*>(args.packed) + row * groups + c / kActGroup;
-        for (int64_t i = 0; i < n; i += kActGroup)
-          quantize_group(y + i, std::min<int64_t>(kActGroup, n - i), group++);
-      }
+      if (args.packed)
+        quantize_row(y, n, args.act_mode,
+                     args.packed + row * row_bytes + packed_bytes(c, args.act_mode));
     }
   }
 }

@@ -15,8 +15,10 @@ void to_activations(const FloatRows& x, int64_t rows, int64_t columns, int64_t a
         x, out.mutable_data_ptr<float>(), rows, columns);
   } else {
     const Launch launch(out, rows * ceil_div<int64_t>(columns, kActGroup) * kLanes);
-    gpu::quant_act<<<launch.grid, launch.threads, 0, launch.stream>>>(
-        x, static_cast<ActGroup*>(out.mutable_data_ptr()), rows, columns);
+    with_group(act_mode, [&]<class Group>() {
+      gpu::quant_act<<<launch.grid, launch.threads, 0, launch.stream>>>(
+          x, static_cast<Group*>(out.mutable_data_ptr()), rows, columns);
+    });
   }
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }

@@ -23,7 +23,10 @@ void multiply(int64_t type, gpu::MatmulView m, const Tensor& on) {
   dispatch_format(type, [&]<class F>() {
     m.row_bytes = m.columns / F::kElems * F::kBytes;
     if constexpr (gpu::Scales<F>::kIntegers) {
-      if (m.groups) return gpu::qmm_integers<F><<<grid, launch.threads, 0, launch.stream>>>(m);
+      if (m.packed)
+        return with_group(m.act_mode, [&]<class Group>() {
+          gpu::qmm_integers<F, Group><<<grid, launch.threads, 0, launch.stream>>>(m);
+        });
     }
     gpu::qmm_floats<F><<<grid, launch.threads, 0, launch.stream>>>(m);
   });
@@ -32,8 +35,9 @@ void multiply(int64_t type, gpu::MatmulView m, const Tensor& on) {
 
 gpu::MatmulView view_of(const Tensor& x, const MatmulInput& input, int64_t columns) {
   gpu::MatmulView m{};
-  if (input.packed)
-    m.groups = static_cast<const ActGroup*>(x.const_data_ptr());
+  m.act_mode = input.act_mode;
+  if (m.act_mode != 0)
+    m.packed = x.const_data_ptr();
   else
     m.floats = x.const_data_ptr<float>();
   m.count = input.rows;

@@ -7,14 +7,33 @@
 namespace dflash::gpu {
 
 constexpr int kActPerLane = kActGroup / kLanes;
+constexpr int kQ8Lanes = kQ8Values / kActPerLane;  // that share a scale of Q8_1
 
-__device__ inline void quantize_group(const float (&x)[kActPerLane], ActGroup* group) {
+__device__ inline uint32_t amax_bits(const float (&x)[kActPerLane]) {
   uint32_t amax = 0;
   for (float v : x) {
     const uint32_t bits = bit_cast<uint32_t>(v) & 0x7fffffffu;
     amax = bits > amax ? bits : amax;
   }
-  const ActScale s = act_scale(max_lanes(amax));
+  return amax;
+}
+
+__device__ inline void quantize_group(const float (&x)[kActPerLane], Q8Group* group) {
+  const ActScale s = q8_scale(max_lanes(amax_bits(x), kQ8Lanes));
+  const int lane = lane_id();
+  int sum = 0;
+  for (int i = 0; i < kActPerLane; ++i) {
+    const int32_t q = s.inv != 0.f ? q8_code(x[i], s.inv) : 0;
+    group->code[lane * kActPerLane + i] = int8_t(q);
+    sum += q;
+  }
+  sum += exchange(sum, 1);  // two lanes are 16 values
+  if (lane % 2 == 0) group->sum[lane / 2] = int16_t(sum);
+  if (lane % kQ8Lanes == 0) group->scale[lane / kQ8Lanes] = s.scale;
+}
+
+__device__ inline void quantize_group(const float (&x)[kActPerLane], ActGroup* group) {
+  const ActScale s = act_scale(max_lanes(amax_bits(x)));
   const int lane = lane_id();
   int sum_hi = 0, sum_lo = 0;
   for (int i = 0; i < kActPerLane; ++i) {
@@ -35,8 +54,9 @@ __device__ inline void quantize_group(const float (&x)[kActPerLane], ActGroup* g
   if (lane < 3) group->zero[lane] = 0;
 }
 
-__global__ void quant_act(FloatRows x,       // [rows, columns]
-                          ActGroup* groups,  // [rows, ceil(columns / 256)]
+template <class Group>
+__global__ void quant_act(FloatRows x,    // [rows, columns]
+                          Group* groups,  // [rows, ceil(columns / 256)]
                           int64_t rows, int64_t columns) {
   const int64_t per_row = ceil_div<int64_t>(columns, kActGroup), n = warp_id();
   if (n >= rows * per_row) return;

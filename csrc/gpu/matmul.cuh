@@ -12,11 +12,12 @@ constexpr int kSuperblock = 256, kLeafSuperblocks = kLeaf / kSuperblock;
 constexpr int kCodesPerLane = kSuperblock / kLanes;
 
 struct MatmulView {
-  const uint8_t* weight;   // [rows, row_bytes]
-  const float* floats;     // [count, columns], or null:
-  const ActGroup* groups;  // [count, ceil(columns / 256)]
-  const float* bias;       // [rows] or null
-  float* out;              // [count, out_stride]
+  const uint8_t* weight;  // [rows, row_bytes]
+  const float* floats;    // [count, columns], or null:
+  const void* packed;     // [count, ceil(columns / 256)] groups of act_mode
+  int64_t act_mode;
+  const float* bias;  // [rows] or null
+  float* out;         // [count, out_stride]
   int64_t rows, row_bytes, count, columns, out_stride;
 };
 
@@ -78,13 +79,22 @@ struct PlaneSums {
   __device__ float joined() const { return fma(float(hi), 254.f, float(lo)); }
 };
 
-// Lane l's eight values of a group of activations, times its eight codes.
+// Lane l's eight values of a plane of activations, times its eight codes.
+__device__ inline int eight_products(const int (&codes)[2], const int8_t* plane) {
+  const int* x = reinterpret_cast<const int*>(plane + lane_id() * kCodesPerLane);
+  return dot4(codes[1], x[1], dot4(codes[0], x[0], 0));
+}
 __device__ inline PlaneSums eight_products(const int (&codes)[2], const ActGroup& x) {
-  const int at = lane_id() * kCodesPerLane;
-  const int* hi = reinterpret_cast<const int*>(x.hi + at);
-  const int* lo = reinterpret_cast<const int*>(x.lo + at);
-  return {dot4(codes[1], hi[1], dot4(codes[0], hi[0], 0)),
-          dot4(codes[1], lo[1], dot4(codes[0], lo[0], 0))};
+  return {eight_products(codes, x.hi), eight_products(codes, x.lo)};
+}
+
+// Four lanes have a quant of 32 activations: the sum over the quants, by fma, of scale * what the
+// lanes of each add up to.
+__device__ inline float scaled_sum(int mine, const Q8Group& x) {
+  const float quant = float(sum_lanes(mine, 4));
+  float total = 0.f;
+  for (int j = 0; j < kQ8Quants; ++j) total = fma(from_lane(quant, 4 * j), x.scale[j], total);
+  return total;
 }
 
 // One superblock of a K-quant or IQ4_XS: leaf += its products. Sums are exact in int32.
@@ -116,6 +126,14 @@ struct SuperblockProduct {
     }
     return leaf;
   }
+  __device__ float add_to(float leaf, const Q8Group& x) const {
+    leaf = fma(scaled_sum(scale * eight_products(codes, x.code), x), d, leaf);
+    if constexpr (Scales<F>::kMins) {
+      const float mins = scaled_sum(min * x.sum[lane_id() / 2], x);
+      leaf = fma(-mins, dmin, leaf);
+    }
+    return leaf;
+  }
 };
 
 // Up to eight quants of 32 that make up a superblock; four lanes have one quant.
@@ -142,6 +160,12 @@ struct BlockProduct {
       value = fma(from_lane(d, 4 * j), from_lane(joined, 4 * j), value);
     return fma(value, x.scale, leaf);
   }
+  __device__ float add_to(float leaf, const Q8Group& x) const {
+    const float quant = float(sum_lanes(eight_products(codes, x.code), 4));
+    for (int j = 0; j < count; ++j)
+      leaf = fma(from_lane(quant, 4 * j), mul(from_lane(d, 4 * j), x.scale[j]), leaf);
+    return leaf;
+  }
 };
 
 __device__ inline void store_rows(const MatmulView& m, int64_t row, int64_t first, int count,
@@ -154,7 +178,7 @@ __device__ inline void store_rows(const MatmulView& m, int64_t row, int64_t firs
 }
 
 // Packed activations, integer weights.
-template <class F>
+template <class F, class Group>
 __global__ void qmm_integers(MatmulView m) {
   using Product =
       std::conditional_t<Scales<F>::kSuperblocks, SuperblockProduct<F>, BlockProduct<F>>;
@@ -162,6 +186,7 @@ __global__ void qmm_integers(MatmulView m) {
   if (row >= m.rows) return;
   const int count = int(m.count - first < kMatmulRows ? m.count - first : kMatmulRows);
   const uint8_t* quants = m.weight + row * m.row_bytes;
+  const auto* groups = static_cast<const Group*>(m.packed);
   const int64_t superblocks = ceil_div<int64_t>(m.columns, kSuperblock);
   Tree<float> trees[kMatmulRows];
   for (int64_t from = 0; from < superblocks; from += kLeafSuperblocks) {
@@ -171,11 +196,20 @@ __global__ void qmm_integers(MatmulView m) {
     for (int64_t s = from; s < end; ++s) {
       const Product product(quants, s, m.columns);
       for (int n = 0; n < count; ++n)
-        leaf[n] = product.add_to(leaf[n], m.groups[(first + n) * superblocks + s]);
+        leaf[n] = product.add_to(leaf[n], groups[(first + n) * superblocks + s]);
     }
     for (int n = 0; n < count; ++n) trees[n].push(leaf[n]);
   }
   store_rows(m, row, first, count, trees);
+}
+
+// Value e of row n.
+__device__ inline float value_at(const MatmulView& m, int64_t n, int64_t e) {
+  if (m.floats) return m.floats[n * m.columns + e];
+  const int64_t group = n * ceil_div<int64_t>(m.columns, kActGroup) + e / kActGroup;
+  const int i = int(e % kActGroup);
+  if (m.act_mode == kActPlanes) return act_value(static_cast<const ActGroup*>(m.packed)[group], i);
+  return act_value(static_cast<const Q8Group*>(m.packed)[group], i);
 }
 
 // Every other type, and float32 activations: dot() of core/reduce.h.
@@ -185,7 +219,6 @@ __global__ void qmm_floats(MatmulView m) {
   if (row >= m.rows) return;
   const int count = int(m.count - first < kMatmulRows ? m.count - first : kMatmulRows);
   const uint8_t* quants = m.weight + row * m.row_bytes;
-  const int64_t groups = ceil_div<int64_t>(m.columns, kActGroup);
   Tree<float> trees[kMatmulRows];
   for (int64_t leaf = 0; leaf < m.columns; leaf += kLeaf) {
     const int64_t end = leaf + kLeaf < m.columns ? leaf + kLeaf : m.columns;
@@ -194,12 +227,7 @@ __global__ void qmm_floats(MatmulView m) {
       for (int j = 0; j < kPerLane && from + j < end; ++j) {
         const int64_t e = from + j;
         const float w = decode<F>(quants + e / F::kElems * F::kBytes, int(e % F::kElems));
-        for (int n = 0; n < count; ++n) {
-          const float x = m.floats ? m.floats[(first + n) * m.columns + e]
-                                   : act_value(m.groups[(first + n) * groups + e / kActGroup],
-                                               int(e % kActGroup));
-          acc[n][j] = fma(w, x, acc[n][j]);
-        }
+        for (int n = 0; n < count; ++n) acc[n][j] = fma(w, value_at(m, first + n, e), acc[n][j]);
       }
     for (int n = 0; n < count; ++n) trees[n].push(fold_lanes(acc[n]));
   }

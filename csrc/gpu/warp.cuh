@@ -52,8 +52,8 @@ __device__ T sum_lanes(T value, int width = kLanes) {
 }
 
 template <class T>
-__device__ T max_lanes(T value) {
-  for (int step = kLanes / 2; step > 0; step /= 2) {
+__device__ T max_lanes(T value, int width = kLanes) {
+  for (int step = width / 2; step > 0; step /= 2) {
     const T other = exchange(value, step);
     value = other > value ? other : value;
   }

@@ -11,24 +11,34 @@ namespace dflash {
 inline int64_t act_bytes(int64_t columns, int64_t act_mode) {
   constexpr const char* op = "dflash::act_bytes";
   STD_TORCH_CHECK(columns > 0, op, ": columns must be positive, got ", columns);
-  STD_TORCH_CHECK(act_mode != kActQ8_1, op,
-                  ": act_mode 2 (Q8_1) is not built; use 1 (two int8 planes)");
-  STD_TORCH_CHECK(act_mode == 0 || act_mode == kActPlanes, op,
-                  ": act_mode must be 0 (float32) or 1 (two int8 planes), got ", act_mode);
-  return act_mode == 0 ? columns * 4
-                       : ceil_div<int64_t>(columns, kActGroup) * int64_t(sizeof(ActGroup));
+  STD_TORCH_CHECK(act_mode == 0 || act_mode == kActPlanes || act_mode == kActQ8_1, op,
+                  ": act_mode must be 0 (float32), 1 (two int8 planes) or 2 (Q8_1), got ",
+                  act_mode);
+  return act_mode == 0 ? columns * 4 : packed_bytes(columns, act_mode);
 }
 
-// The output of an operator that emits activations: float32 [rows, columns] or uint8 packed rows.
+// The dtype says what activations are: rows of one mode may be as wide as those of another with
+// more columns.
+constexpr std::initializer_list<ScalarType> kActTypes = {ScalarType::Float, ScalarType::Byte,
+                                                         ScalarType::Char};
+
+inline int64_t act_mode_of(const Tensor& x) {
+  return x.scalar_type() == ScalarType::Byte   ? kActPlanes
+         : x.scalar_type() == ScalarType::Char ? kActQ8_1
+                                               : 0;
+}
+
+// The output of an operator that emits activations: float32 [rows, columns], planes as uint8 or
+// Q8_1 as int8 [rows, act_bytes].
 inline Tensor new_activations(const Tensor& like, int64_t rows, int64_t columns, int64_t act_mode) {
   const int64_t bytes = act_bytes(columns, act_mode);
   return act_mode == 0 ? new_empty(like, {rows, columns}, ScalarType::Float)
-                       : new_empty(like, {rows, bytes}, ScalarType::Byte);
+                       : new_empty(like, {rows, bytes}, kActTypes.begin()[act_mode]);
 }
 
 struct QuantActPlan {
   int64_t rows, columns, row_stride;
-  Tensor out;  // [rows, act_bytes] or float32 [rows, columns]
+  Tensor out;  // as new_activations() makes it
 };
 
 inline QuantActPlan plan_quant_act(const Tensor& x, int64_t act_mode) {

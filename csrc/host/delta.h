@@ -22,8 +22,8 @@ struct DeltaInputs {
 
 struct DeltaPlan {
   DeltaArgs args;
-  Tensor out;   // float32 [rows, v_heads * v_dim] or packed
-  bool packed;  // args.out is then left to the kernel
+  Tensor out;        // float32 [rows, v_heads * v_dim] or packed
+  int64_t act_mode;  // packed: args.out is left to the kernel
 };
 
 inline void plan_state(const char* op, const Tensor& state, const Tensor& like, DeltaArgs& args) {
@@ -92,8 +92,8 @@ inline DeltaPlan plan_delta(const char* op, DeltaMode mode, const DeltaInputs& i
           ? int_data(op, "state_indices", slots, "[sequences, columns]", {sequences, columns}, like)
           : int_data(op, "slots", slots, "[sequences]", {sequences}, like);
   plan.out = new_activations(in.mixed, rows, v_heads * v_dim, in.act_mode);
-  plan.packed = in.act_mode != 0;
-  if (!plan.packed) args.out = plan.out.mutable_data_ptr<float>();
+  plan.act_mode = in.act_mode;
+  if (plan.act_mode == 0) args.out = plan.out.mutable_data_ptr<float>();
   return plan;
 }
 

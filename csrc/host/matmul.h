@@ -51,24 +51,24 @@ inline void check_weight(const char* op, const Tensor& weight, int64_t bytes) {
                   " bytes that repack() gives for these types and shapes, got ", weight.size(0));
 }
 
-// What both matmuls check about x: float32 [rows, columns] or packed planes.
+// What both matmuls check about x: float32 [rows, columns] or packed rows.
 struct MatmulInput {
-  int64_t rows;
-  bool packed;
+  int64_t rows, act_mode;
 };
 
 inline MatmulInput check_matmul_input(const char* op, const Tensor& x, const Tensor& weight,
                                       int64_t columns) {
   check_dim(op, "x", x, 2, "[rows, columns] or [rows, act_bytes]");
-  check_dtype(op, "x", x, {ScalarType::Float, ScalarType::Byte});
+  check_dtype(op, "x", x, kActTypes);
   STD_TORCH_CHECK(x.is_contiguous(), op, ": x must be contiguous");
   check_same_device(op, "weight", weight, x);
-  const bool packed = x.scalar_type() == ScalarType::Byte;
+  const int64_t act_mode = act_mode_of(x);
   STD_TORCH_CHECK(columns > 0, op, ": columns must be positive, got ", columns);
-  const int64_t width = packed ? act_bytes(columns, kActPlanes) : columns;
-  STD_TORCH_CHECK(x.size(1) == width, op, ": ", packed ? "packed" : "float32", " x must be [rows, ",
-                  width, "] for ", columns, " columns, got shape ", shape_str(x));
-  return {x.size(0), packed};
+  const int64_t width = act_mode == 0 ? columns : act_bytes(columns, act_mode);
+  constexpr const char* kNames[] = {"float32", "packed (uint8: planes)", "packed (int8: Q8_1)"};
+  STD_TORCH_CHECK(x.size(1) == width, op, ": ", kNames[act_mode], " x must be [rows, ", width,
+                  "] for ", columns, " columns, got shape ", shape_str(x));
+  return {x.size(0), act_mode};
 }
 
 struct QmmPlan {

@@ -52,11 +52,12 @@ inline NormPlan plan_add_rms_norm(const OptionalTensor& x, const Tensor& residua
   args.weight_type = float_type(weight);
   args.eps = float(eps);
   args.plus_one = plus_one;
+  args.act_mode = act_mode;
   plan.out = new_activations(residual, rows, columns, act_mode);
   if (act_mode == 0)
     args.out = plan.out.mutable_data_ptr<float>();
   else
-    args.packed = plan.out.mutable_data_ptr<uint8_t>();
+    args.packed = static_cast<uint8_t*>(plan.out.mutable_data_ptr());
   return plan;
 }
 

@@ -51,6 +51,21 @@ def run(files, capsys):
     return call
 
 
+def test_activations_are_those_asked_for(run, files):
+    with GGUFFile.open(files / "target.gguf") as file:
+        prompt = tokenizer_from_gguf(file).encode(PROMPT)
+    target = load_target(files / "target.gguf", activations="q8_1")
+    tokens = Session(target).generate(prompt, 40).tokens
+    asked = "-p", PROMPT, "-n", 40, "--ignore-eos", "--json", "--activations"
+    for drafter in ("none", files / "dflash"):
+        status, out, _ = run(*asked, "q8_1", "-d", drafter)
+        assert status == 0
+        assert json.loads(out)["tokens"] == tokens
+    assert json.loads(run(*asked, "planes")[1])["tokens"] != tokens
+    with pytest.raises(SystemExit, match="2"):
+        run(*asked, "q8_0")
+
+
 @pytest.mark.parametrize("kind", ["none", *KINDS])
 def test_text_and_statistics_go_apart(run, files, expected, kind):
     drafter = "none" if kind == "none" else files / kind

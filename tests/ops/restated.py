@@ -4,7 +4,7 @@ import gguf
 import numpy as np
 import torch
 
-from torch_dflash.testing.samples.act import planes
+from torch_dflash.testing.samples.act import planes, q8_1
 from torch_dflash.testing.samples.quant import gguf_dequantize
 
 F = np.float32
@@ -77,6 +77,55 @@ def planes_dot(weights, codes):
     return fma(hi, F(254), lo)
 
 
+def leaf_sums(columns, shape, step):
+    """Leaves of 1024 columns, each `leaf = step(leaf, k, end)` over its superblocks, joined."""
+    leaves = []
+    for first in range(0, columns, 1024):
+        leaf = np.zeros(shape, F)
+        for k in range(first, min(first + 1024, columns), 256):
+            leaf = step(leaf, k, min(k + 256, columns))
+        leaves.append(leaf)
+    return join(leaves)
+
+
+def matmul_q8(packed, ggml_type, x):
+    """qmm of float32 rows x [N, K], packed as Q8_1 first -> float32 [N, rows]."""
+    scale, codes = (t.numpy() for t in q8_1(x))
+    columns = x.shape[1]
+    if ggml_type not in TILED:
+        values = (F(codes) * scale[..., None]).reshape(len(x), -1)[:, :columns]
+        return float_dot(gguf_dequantize(packed, ggml_type).numpy(), values)
+    scale = scale.reshape(len(x), -1, 1)
+    codes = codes.reshape(len(x), -1)[:, :columns].astype(np.int64)
+    offset, min_offset = TILED[ggml_type]
+    w, d = integers(packed, ggml_type, 1, 0), halves(packed, ggml_type, offset)
+    if min_offset is not None:
+        mins = -integers(packed, ggml_type, 0, 1)
+        dmin = halves(packed, ggml_type, min_offset)
+
+    def dots(weights, leaf, k, end):
+        """sum by fma of s * (weights . codes) over the 32s of a superblock."""
+        total = np.zeros_like(leaf)
+        for b in range(k, end, 32):
+            exact = codes[:, b : b + 32] @ weights[:, b : b + 32].T
+            assert abs(exact).max() < 2**24
+            total = fma(F(exact), scale[:, b // 32], total)
+        return total
+
+    def step(leaf, k, end):
+        if ggml_type in BLOCKS:
+            for b in range(k, end, 32):
+                exact = codes[:, b : b + 32] @ w[:, b : b + 32].T
+                leaf = fma(F(exact), d[:, b // 32] * scale[:, b // 32], leaf)
+            return leaf
+        leaf = fma(dots(w, leaf, k, end), d[:, k // 256], leaf)
+        if min_offset is not None:
+            leaf = fma(-dots(mins, leaf, k, end), dmin[:, k // 256], leaf)
+        return leaf
+
+    return leaf_sums(columns, (len(x), len(w)), step)
+
+
 def matmul(packed, ggml_type, x):
     """qmm of float32 rows x [N, K], packed as planes first -> float32 [N, rows]."""
     scale, hi, lo = (t.numpy() for t in planes(x))
@@ -90,22 +139,19 @@ def matmul(packed, ggml_type, x):
     if min_offset is not None:
         mins = -integers(packed, ggml_type, 0, 1)
         dmin = halves(packed, ggml_type, min_offset)
-    leaves = []
-    for first in range(0, columns, 1024):
-        leaf = np.zeros((len(x), len(w)), F)
-        for k in range(first, min(first + 1024, columns), 256):
-            s = scale[:, k // 256, None]
-            end = min(k + 256, columns)
-            if ggml_type in BLOCKS:
-                value = np.zeros_like(leaf)
-                for b in range(k, end, 32):
-                    t = planes_dot(w[:, b : b + 32], [c[:, b : b + 32] for c in codes])
-                    value = fma(d[:, b // 32], t, value)
-                leaf = fma(value, s, leaf)
-                continue
-            group = [c[:, k:end] for c in codes]
-            leaf = fma(planes_dot(w[:, k:end], group), d[:, k // 256] * s, leaf)
-            if min_offset is not None:
-                leaf = fma(-planes_dot(mins[:, k:end], group), dmin[:, k // 256] * s, leaf)
-        leaves.append(leaf)
-    return join(leaves)
+
+    def step(leaf, k, end):
+        s = scale[:, k // 256, None]
+        if ggml_type in BLOCKS:
+            value = np.zeros_like(leaf)
+            for b in range(k, end, 32):
+                t = planes_dot(w[:, b : b + 32], [c[:, b : b + 32] for c in codes])
+                value = fma(d[:, b // 32], t, value)
+            return fma(value, s, leaf)
+        group = [c[:, k:end] for c in codes]
+        leaf = fma(planes_dot(w[:, k:end], group), d[:, k // 256] * s, leaf)
+        if min_offset is not None:
+            leaf = fma(-planes_dot(mins[:, k:end], group), dmin[:, k // 256] * s, leaf)
+        return leaf
+
+    return leaf_sums(columns, (len(x), len(w)), step)

@@ -76,8 +76,9 @@ class TestValues:
         for heads, dim in [(2, 256), (3, 40)]:
             args = paged(CPU, [3, 257], [3, 2], heads=heads, dim=dim)
             floats = ops.block_attention(*args, 0.125, 0, True)
-            packed = ops.block_attention(*args, 0.125, 0, True, act_mode=1)
-            assert torch.equal(packed, ops.quant_act(floats, 1))
+            for act_mode in (1, 2):
+                packed = ops.block_attention(*args, 0.125, 0, True, act_mode=act_mode)
+                assert torch.equal(packed, ops.quant_act(floats, act_mode))
 
     def test_large_scores_do_not_overflow(self):
         args = paged(CPU, [300], [2])
@@ -347,7 +348,7 @@ class TestErrors:
             ops.block_attention(**self.args(**changes))
 
     def test_act_mode_is_checked(self):
-        with pytest.raises(RuntimeError, match=r"act_mode must be 0 .float32. or 1 .*, got 3"):
+        with pytest.raises(RuntimeError, match=r"act_mode must be 0 .float32., 1 .*, got 3"):
             ops.block_attention(**self.args(act_mode=3))
 
     def test_heads_must_divide(self):

@@ -126,7 +126,7 @@ def test_the_fused_norm_equals_the_separate_one(device, sigmoid_gate):
         assert torch.equal(y, normed * silu)
 
 
-@pytest.mark.parametrize("act_mode", [0, 1])
+@pytest.mark.parametrize("act_mode", [0, 1, 2])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_a_row_does_not_see_the_others(device, act_mode, dtype):
     lengths = list(range(1, 18))
@@ -447,7 +447,7 @@ def arguments():
         ({"cu_seqlens": ints(0, 1)}, r"state_indices must be .* = \[1, 2\], got shape \[2, 2\]"),
         ({"cu_seqlens": ints(0, 2, 1)}, r"cu_seqlens must ascend to at most 3 rows"),
         ({"cu_seqlens": ints(0, 1, 4)}, r"cu_seqlens must ascend to at most 3 rows"),
-        ({"act_mode": 3}, r"act_mode must be 0 \(float32\) or 1"),
+        ({"act_mode": 3}, r"act_mode must be 0 \(float32\), 1"),
     ],
 )
 def test_wrong_arguments_are_named(change, message):

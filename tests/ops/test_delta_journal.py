@@ -94,7 +94,7 @@ def test_a_step_after_a_commit_equals_a_step_that_replays(device):
         assert torch.equal(mine[0, 1], theirs[0, 1])
 
 
-@pytest.mark.parametrize("act_mode", [0, 1])
+@pytest.mark.parametrize("act_mode", [0, 1, 2])
 def test_sequences_do_not_see_each_other(device, act_mode):
     lengths, accepted, parity = [1, 4, 0, 2, 3], [4, 0, 2, 1, 3], [0, 1, 0, 1, 1]
     slots = [3, 5, 1, -1, 2]
@@ -135,7 +135,9 @@ def test_a_journal_step_packs_like_quant_act(device):
     state, journal = layer.state(3), layer.journal(3, 5)
     args = ([1], [5], [0], [0])
     out = layer.journal_step(state.clone(), journal, *args)
-    assert torch.equal(layer.journal_step(state, journal, *args, act_mode=1), ops.quant_act(out, 1))
+    for act_mode in (1, 2):
+        packed = layer.journal_step(state.clone(), journal, *args, act_mode=act_mode)
+        assert torch.equal(packed, ops.quant_act(out, act_mode))
 
 
 def fold(products):
@@ -355,7 +357,7 @@ def test_wrong_arguments_of_a_commit_are_named(change, message):
         ({"has_state": ints(1)}, r"has_state must be \[sequences\] = \[2\], got shape"),
         ({"has_state": torch.ones(2, dtype=torch.bool)}, r"has_state must have dtype Int, got Bo"),
         ({"cu_seqlens": ints(0, 2, 1)}, r"cu_seqlens must ascend to at most 3 rows"),
-        ({"act_mode": 5}, r"act_mode must be 0 \(float32\) or 1"),
+        ({"act_mode": 5}, r"act_mode must be 0 \(float32\), 1"),
     ],
 )
 def test_wrong_arguments_of_a_prefill_are_named(change, message):

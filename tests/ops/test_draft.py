@@ -76,8 +76,9 @@ class TestGroupedConv:
         x, coef = torch.randn(3, 600, generator=g), torch.randn(3, 2 * 2 * 30, generator=g)
         base = torch.randn(2, 2, 600, generator=g)
         floats = ops.grouped_conv(x, coef, base, 0, offsets(3), 0)
-        packed = ops.grouped_conv(x, coef, base, 0, offsets(3), 1)
-        assert torch.equal(packed, ops.quant_act(floats, 1))
+        for act_mode in (1, 2):
+            packed = ops.grouped_conv(x, coef, base, 0, offsets(3), act_mode)
+            assert torch.equal(packed, ops.quant_act(floats, act_mode))
 
     def test_more_taps_than_rows(self):
         x, base = torch.ones(1, 2), torch.ones(2, 5, 2)

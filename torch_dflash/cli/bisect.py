@@ -76,10 +76,10 @@ class _Recorder:
         if torch.equal(actual, expected):
             return Difference(self.module[-1], name, 0.0, bound)
         if actual.dtype == torch.uint8:
-            from ..testing.samples.matmul import unpack_planes
+            from ..testing.samples.matmul import unpack_activations
 
             columns = actual.shape[1] // 592 * 256
-            actual, expected = (unpack_planes(t, columns) for t in (actual, expected))
+            actual, expected = (unpack_activations(t, columns) for t in (actual, expected))
             bound = PACKED_BOUND
         return Difference(self.module[-1], name, nmse(actual, expected), bound)
 

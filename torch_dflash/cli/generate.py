@@ -53,6 +53,12 @@ def add_parser(commands: Any) -> None:
     )
     p.add_argument("--state", choices=("journal", "snapshots"), default="journal")
     p.add_argument("--kv-type", choices=("f32", "f16", "bf16"), default="f32")
+    p.add_argument(
+        "--activations",
+        choices=("planes", "q8_1"),
+        default="planes",
+        help="of the target's quantized weights: 16 bits, or 8 as llama.cpp rounds them",
+    )
     p.add_argument("--threads", type=int, help="CPU threads (default: all cores)")
     p.add_argument(
         "--reference", metavar="OP,OP", help="run these operators through their float64 reference"
@@ -84,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
         use_reference(args.reference.split(","))
     kv = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}[args.kv_type]
     path = Path(args.model) if args.model else ASSETS / "target.gguf"
-    target = load_target(path, state=args.state, kv_dtype=kv)
+    target = load_target(path, state=args.state, kv_dtype=kv, activations=args.activations)
     with GGUFFile.open(path) as file:
         tokenizer = tokenizer_from_gguf(file)
     name = args.drafter or ("none" if args.model else "dflash2")

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 from os import PathLike
-from typing import Any
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
 
 from ..gguf import GGUFFile, QuantTensor
-from ..nn import Vocabulary
+from ..nn import ACT_PLANES, ACT_Q8_1, Vocabulary
 from .config import DenseConfig, Qwen35Config
 from .decoder import Decoder, DecoderLayer
 from .from_gguf import read_target_config
@@ -16,16 +16,18 @@ from .layers import Attention, FeedForward, GatedDeltaNet
 from .rows import neox_qk, split_qkv
 from .state import GDNShape, StateKind
 
-__all__ = ["load_target"]
+__all__ = ["Activations", "load_target"]
 
 Config = DenseConfig | Qwen35Config
+Activations = Literal["planes", "q8_1"]
+_PACKED_MODES: Final = {"planes": ACT_PLANES, "q8_1": ACT_Q8_1}
 
 
 class _Block:
-    """The tensors of one layer."""
+    """The tensors of one layer, and the activations that they read where they are quantized."""
 
-    def __init__(self, file: GGUFFile, index: int) -> None:
-        self._file, self._prefix = file, f"blk.{index}."
+    def __init__(self, file: GGUFFile, index: int, packed_mode: int) -> None:
+        self._file, self._prefix, self.packed_mode = file, f"blk.{index}.", packed_mode
 
     def weight(self, name: str) -> QuantTensor:
         return self._file.tensor(f"{self._prefix}{name}")
@@ -48,6 +50,7 @@ def load_target(
     state: StateKind = "journal",
     kv_dtype: torch.dtype = torch.float32,
     state_dtype: torch.dtype = torch.float32,
+    activations: Activations = "planes",
 ) -> Decoder:
     """Load a target.
 
@@ -56,6 +59,8 @@ def load_target(
         state: how a hybrid's recurrent state is rolled back.
         kv_dtype: dtype of the K and V caches: float32, float16 or bfloat16.
         state_dtype: dtype of the GDN states: float32 or bfloat16.
+        activations: what quantized weights are multiplied with: ``planes``, 16 bits with an error
+            of about 1e-8 of their energy, or ``q8_1``, rounded to 8 bits as llama.cpp rounds them.
 
     Returns:
         the model; its ``config`` is what the file says.
@@ -63,11 +68,13 @@ def load_target(
     Raises:
         GGUFError: the file is damaged.
         CheckpointError: its architecture, keys or tensors are not supported.
-        ValueError: a dtype or state kind that does not exist.
+        ValueError: a dtype, state kind or kind of activations that does not exist.
     """
     _check("state", state, ("journal", "snapshots"))
     _check("kv_dtype", kv_dtype, (torch.float32, torch.float16, torch.bfloat16))
     _check("state_dtype", state_dtype, (torch.float32, torch.bfloat16))
+    _check("activations", activations, tuple(_PACKED_MODES))
+    packed_mode = _PACKED_MODES[activations]
     with GGUFFile.open(path) as file:
         config = read_target_config(file)
         head = None if config.tied else file.tensor("output.weight")
@@ -81,8 +88,11 @@ def load_target(
                 taps=config.conv_kernel,
             )
         model = Decoder(
-            Vocabulary(file.tensor("token_embd.weight"), head),
-            [_layer(config, gdn, _Block(file, i), i) for i in range(config.num_layers)],
+            Vocabulary(file.tensor("token_embd.weight"), head, packed_mode),
+            [
+                _layer(config, gdn, _Block(file, i, packed_mode), i)
+                for i in range(config.num_layers)
+            ],
             file.tensor("output_norm.weight").to_dense().float(),
             config.rms_norm_eps,
             gdn,
@@ -107,7 +117,8 @@ def _layer(config: Config, gdn: GDNShape | None, block: _Block, index: int) -> D
     else:
         mixer = _attention(config, block, index)
     ffn_norm = "post_attention_norm" if isinstance(config, Qwen35Config) else "ffn_norm"
-    ffn = FeedForward(*(block.weight(f"ffn_{n}.weight") for n in ("gate", "up", "down")))
+    gate, up, down = (block.weight(f"ffn_{n}.weight") for n in ("gate", "up", "down"))
+    ffn = FeedForward(gate, up, down, block.packed_mode)
     return DecoderLayer(
         mixer,
         block.floats("attn_norm.weight"),
@@ -143,6 +154,7 @@ def _attention(config: Config, block: _Block, index: int) -> Attention:
         config.rope,
         bias,
         block.optional_floats("attn_output.bias"),
+        block.packed_mode,
     )
 
 
@@ -157,4 +169,5 @@ def _gated_delta_net(config: Config, gdn: GDNShape, block: _Block) -> GatedDelta
         block.floats("ssm_norm.weight"),
         gdn,
         config.rms_norm_eps,
+        block.packed_mode,
     )

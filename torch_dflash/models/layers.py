@@ -7,7 +7,7 @@ from .. import ops
 from ..decoding.kv_cache import Rows
 from ..drafters.rope import RopeConfig
 from ..gguf.tensor import QuantTensor
-from ..nn import Module, QuantGLU, QuantLinear
+from ..nn import ACT_PLANES, Module, QuantGLU, QuantLinear
 from .state import GDNShape, TargetState
 
 __all__ = ["Attention", "FeedForward", "GatedDeltaNet"]
@@ -26,6 +26,7 @@ class Attention(Module):
         rope: rotary embedding.
         bias: of q, k and v side by side, or None.
         out_bias: of the output projection, or None.
+        packed_mode: activations of quantized weights, as of ``nn.QuantLinear``.
     """
 
     inv_freq: Tensor
@@ -46,12 +47,14 @@ class Attention(Module):
         rope: RopeConfig,
         bias: Tensor | None = None,
         out_bias: Tensor | None = None,
+        packed_mode: int = ACT_PLANES,
     ) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.gated, self.eps, self.scale = gated, eps, head_dim**-0.5
         self.attention_scaling = rope.attention_scaling
-        self.qkv, self.out = QuantLinear(qkv, bias), QuantLinear([out], out_bias)
+        self.qkv = QuantLinear(qkv, bias, packed_mode)
+        self.out = QuantLinear([out], out_bias, packed_mode)
         self.act_mode = self.qkv.act_mode
         self.width = head_dim * (2 if gated else 1)
         self.columns = [heads * self.width, kv_heads * head_dim, kv_heads * head_dim]
@@ -112,6 +115,7 @@ class GatedDeltaNet(Module):
         norm: weight of the gated norm, float32 ``[v_dim]``.
         shape: sizes.
         eps: of the gated norm.
+        packed_mode: activations of quantized weights, as of ``nn.QuantLinear``.
     """
 
     conv: Tensor
@@ -129,10 +133,12 @@ class GatedDeltaNet(Module):
         norm: Tensor,
         shape: GDNShape,
         eps: float,
+        packed_mode: int = ACT_PLANES,
     ) -> None:
         super().__init__()
         self.shape, self.eps = shape, eps
-        self.proj, self.out = QuantLinear(segments), QuantLinear([out])
+        self.proj = QuantLinear(segments, packed_mode=packed_mode)
+        self.out = QuantLinear([out], packed_mode=packed_mode)
         self.act_mode = self.proj.act_mode
         self.columns = [shape.channels, shape.v_heads * shape.v_dim, shape.v_heads, shape.v_heads]
         for name, value in (("conv", conv), ("A", A), ("dt_bias", dt_bias), ("norm", norm)):
@@ -181,12 +187,19 @@ class FeedForward(Module):
 
     Args:
         gate, up, down: weights; gate and up may be of different types.
+        packed_mode: activations of quantized weights, as of ``nn.QuantLinear``.
     """
 
-    def __init__(self, gate: QuantTensor, up: QuantTensor, down: QuantTensor) -> None:
+    def __init__(
+        self,
+        gate: QuantTensor,
+        up: QuantTensor,
+        down: QuantTensor,
+        packed_mode: int = ACT_PLANES,
+    ) -> None:
         super().__init__()
-        self.down = QuantLinear([down])
-        self.glu = QuantGLU(gate, up, self.down.act_mode)
+        self.down = QuantLinear([down], packed_mode=packed_mode)
+        self.glu = QuantGLU(gate, up, self.down.act_mode, packed_mode)
         self.act_mode = self.glu.act_mode
 
     def forward(self, u: Tensor) -> Tensor:

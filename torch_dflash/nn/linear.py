@@ -17,9 +17,11 @@ _FLOAT_TYPES = frozenset({0, 1, 30})  # F32, F16, BF16
 _SEGMENT_ALIGNMENT = 64
 
 
-def _act_mode(types: Sequence[int]) -> int:
-    """Activations that weights of these types read: float32 for float weights, int8 planes else."""
-    return ACT_FLOAT if all(t in _FLOAT_TYPES for t in types) else ACT_PLANES
+def _act_mode(types: Sequence[int], packed_mode: int) -> int:
+    """Activations that weights of these types read: float32 for float weights, packed else."""
+    if packed_mode not in (ACT_PLANES, ACT_Q8_1):
+        raise ValueError(f"packed_mode must be 1 (planes) or 2 (Q8_1), got {packed_mode}")
+    return ACT_FLOAT if all(t in _FLOAT_TYPES for t in types) else packed_mode
 
 
 class _Stacked(Module):
@@ -84,16 +86,22 @@ class QuantLinear(_Stacked):
     Args:
         segments: weights ``[rows, columns]`` of one input width; their outputs lie side by side.
         bias: float32 ``[sum of rows]`` or None.
+        packed_mode: activations of quantized weights, ``ACT_PLANES`` or ``ACT_Q8_1``.
 
     ``act_mode`` says what ``forward`` wants: float32 rows (float weights), or rows packed by
-    ``ops.quant_act``. Both are accepted; the choice belongs to the weights, never to the row count.
+    ``ops.quant_act``. All are accepted; the choice belongs to the weights, never to the row count.
     """
 
     bias: Tensor | None
 
-    def __init__(self, segments: Sequence[QuantTensor], bias: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        segments: Sequence[QuantTensor],
+        bias: Tensor | None = None,
+        packed_mode: int = ACT_PLANES,
+    ) -> None:
         super().__init__(segments)
-        self.act_mode = _act_mode(self.types)
+        self.act_mode = _act_mode(self.types, packed_mode)
         if bias is not None and bias.shape != (sum(self.rows),):
             raise ValueError(f"bias must be [{sum(self.rows)}], got {list(bias.shape)}")
         self.register_buffer("bias", bias, persistent=False)
@@ -102,7 +110,7 @@ class QuantLinear(_Stacked):
         """Multiply.
 
         Args:
-            x: float32 ``[rows, columns]`` or packed activations ``uint8 [rows, bytes]``.
+            x: float32 ``[rows, columns]`` or packed activations, of either mode.
 
         Returns:
             float32 ``[rows, sum of segment rows]``.
@@ -132,13 +140,16 @@ class QuantGLU(_Stacked):
         gate: ``[rows, columns]``.
         up: same shape.
         out_mode: activations that the next layer reads (its ``act_mode``).
+        packed_mode: as of :class:`QuantLinear`.
     """
 
-    def __init__(self, gate: QuantTensor, up: QuantTensor, out_mode: int) -> None:
+    def __init__(
+        self, gate: QuantTensor, up: QuantTensor, out_mode: int, packed_mode: int = ACT_PLANES
+    ) -> None:
         if gate.rows != up.rows:
             raise ValueError(f"gate and up must have equal rows, got {gate.rows} and {up.rows}")
         super().__init__([gate, up])
-        self.act_mode = _act_mode(self.types)
+        self.act_mode = _act_mode(self.types, packed_mode)
         self.out_mode = out_mode
 
     def forward(self, x: Tensor) -> Tensor:

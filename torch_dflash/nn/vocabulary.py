@@ -4,7 +4,7 @@ from torch import Tensor
 
 from .. import ops
 from ..gguf.tensor import QuantTensor
-from .linear import QuantLinear
+from .linear import ACT_PLANES, QuantLinear
 from .module import Module
 
 __all__ = ["QuantEmbedding", "Vocabulary"]
@@ -35,10 +35,17 @@ class Vocabulary(Module):
     Args:
         embedding: ``[vocabulary, hidden]``.
         head: ``[vocabulary, hidden]``; None ties it to the embedding.
+        packed_mode: activations of a quantized head, as of :class:`QuantLinear`.
     """
 
-    def __init__(self, embedding: QuantTensor, head: QuantTensor | None = None) -> None:
+    def __init__(
+        self,
+        embedding: QuantTensor,
+        head: QuantTensor | None = None,
+        packed_mode: int = ACT_PLANES,
+    ) -> None:
         super().__init__()
         self.embed = QuantEmbedding(embedding)
-        self.head = QuantLinear([embedding if head is None else head])
+        segments = [embedding if head is None else head]
+        self.head = QuantLinear(segments, packed_mode=packed_mode)
         self.size = self.head.rows[0]

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .act import act_bytes
+from .act import new_activations
 
 __all__ = ["block_attention"]
 
@@ -54,10 +54,10 @@ def block_attention(
         gate: float32 ``[rows, heads, head_dim]``, the first two strides free; the output is
             multiplied by its sigmoid.
         value_scale: factor of the values.
-        act_mode: 0 for float32, 1 for the packed activations of :func:`quant_act`.
+        act_mode: 0 for float32, 1 or 2 for the packed activations of :func:`quant_act`.
 
     Returns:
-        float32 ``[rows, heads * head_dim]``, or uint8 ``[rows, act_bytes]`` when packed. A row that
+        float32 ``[rows, heads * head_dim]``, or packed as by :func:`quant_act`. A row that
         sees no key is zero.
 
     Raises:
@@ -107,6 +107,4 @@ def _(
     act_mode: int = 0,
 ) -> Tensor:
     rows, heads, head_dim = q.shape
-    if act_mode == 0:
-        return q.new_empty((rows, heads * head_dim), dtype=torch.float32)
-    return q.new_empty((rows, act_bytes(heads * head_dim, act_mode)), dtype=torch.uint8)
+    return new_activations(q, rows, heads * head_dim, act_mode)

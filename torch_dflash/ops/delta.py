@@ -70,10 +70,10 @@ def gdn_step(
             values below 1 count as 1, as does None.
         cu_seqlens: int32 ``[sequences + 1]``, row offsets from 0. A sequence without rows is left
             alone; rows after the last offset are padding and come out zero.
-        act_mode: 0 float32, 1 packed activations for :func:`qmm`.
+        act_mode: 0 float32; 1 planes or 2 Q8_1, packed for :func:`qmm` as by :func:`quant_act`.
 
     Returns:
-        float32 ``[rows, v_heads * v_dim]``, or uint8 packed activations.
+        float32 ``[rows, v_heads * v_dim]``, or packed activations.
 
     Raises:
         RuntimeError: a shape, dtype, device or layout above does not hold; on CPU also a
@@ -184,10 +184,10 @@ def gdn_journal_step(
         journal_decay: float32 ``[2, slots, journal rows, v_heads]``; written.
         cu_seqlens: int32 ``[sequences + 1]``, row offsets from 0. A sequence without rows is left
             alone; rows after the last offset are padding and come out zero.
-        act_mode: 0 float32, 1 packed activations for :func:`qmm`.
+        act_mode: 0 float32; 1 planes or 2 Q8_1, packed for :func:`qmm` as by :func:`quant_act`.
 
     Returns:
-        float32 ``[rows, v_heads * v_dim]``, or uint8 packed activations.
+        float32 ``[rows, v_heads * v_dim]``, or packed activations.
 
     Raises:
         RuntimeError: a shape, dtype, device or layout above does not hold; on CPU also a
@@ -293,10 +293,10 @@ def gdn_prefill(
         has_state: int32 ``[sequences]``; 0 starts from zeros and does not read the slot.
         cu_seqlens: int32 ``[sequences + 1]``, row offsets from 0. A sequence without rows is left
             alone; rows after the last offset are padding and come out zero.
-        act_mode: 0 float32, 1 packed activations for :func:`qmm`.
+        act_mode: 0 float32; 1 planes or 2 Q8_1, packed for :func:`qmm` as by :func:`quant_act`.
 
     Returns:
-        float32 ``[rows, v_heads * v_dim]``, or uint8 packed activations.
+        float32 ``[rows, v_heads * v_dim]``, or packed activations.
 
     Raises:
         RuntimeError: a shape, dtype, device or layout above does not hold; on CPU also a

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .act import act_bytes
+from .act import new_activations
 
 __all__ = ["grouped_conv", "markov_chain", "selector_walk"]
 
@@ -25,10 +25,10 @@ def grouped_conv(
         base: static part ``[2, taps, columns]`` float32.
         side: 0 for the input of a sublayer, 1 for its output.
         cu_seqlens: ``[sequences + 1]`` int32, first row of every block, and the end.
-        act_mode: 0 = float32 output, 1 = packed as :func:`quant_act` does.
+        act_mode: 0 = float32 output, 1 or 2 = packed as :func:`quant_act` does.
 
     Returns:
-        float32 ``[rows, columns]``, or uint8 ``[rows, act_bytes(columns, 1)]``.
+        float32 ``[rows, columns]``, or packed as by :func:`quant_act`.
 
     Raises:
         RuntimeError: a shape, dtype, layout or mode above does not hold; on CPU also offsets that
@@ -49,10 +49,7 @@ def grouped_conv(
 def _(
     x: Tensor, coef: Tensor, base: Tensor, side: int, cu_seqlens: Tensor, act_mode: int
 ) -> Tensor:
-    rows, columns = x.shape
-    if act_mode == 0:
-        return x.new_empty((rows, columns))
-    return x.new_empty((rows, act_bytes(columns, act_mode)), dtype=torch.uint8)
+    return new_activations(x, x.shape[0], x.shape[1], act_mode)
 
 
 def selector_walk(

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .act import act_bytes
+from .act import new_activations
 
 __all__ = ["qmm", "qmm_glu", "repack", "repack_bytes", "unpack"]
 
@@ -85,9 +85,10 @@ def qmm(
     other rows, their number, threads or stacking.
 
     Args:
-        x: float32 ``[N, columns]``, or uint8 ``[N, act_bytes(columns, 1)]`` from
-            :func:`quant_act` or a fused epilogue. Float32 rows are multiplied with the dequantized
-            float32 weights, packed rows in integers where the type has a layout for it.
+        x: float32 ``[N, columns]``, or packed by :func:`quant_act` or a fused epilogue: planes are
+            uint8 ``[N, act_bytes(columns, 1)]``, Q8_1 is int8 ``[N, act_bytes(columns, 2)]``.
+            Float32 rows are multiplied with the dequantized float32 weights, packed rows in
+            integers where the type has a layout for it.
         weight: uint8 ``[bytes]``: the concatenated :func:`repack` results of the segments.
         types: ggml type id of every segment.
         rows: rows of every segment.
@@ -119,10 +120,10 @@ def qmm_glu(
         types: ggml type ids of gate and up.
         rows: rows of each of the two.
         columns: values of a row.
-        act_mode: 0 = float32, 1 = two int8 planes.
+        act_mode: of the result, whatever ``x`` is: 0 = float32, 1 = two int8 planes, 2 = Q8_1.
 
     Returns:
-        float32 ``[N, rows]``, or uint8 ``[N, act_bytes(rows, 1)]``.
+        float32 ``[N, rows]``, or packed as by :func:`quant_act`.
 
     Raises:
         RuntimeError: a shape, dtype, mode, type id or weight size above does not hold.
@@ -161,6 +162,4 @@ def _(
 def _(
     x: Tensor, weight: Tensor, types: list[int], rows: int, columns: int, act_mode: int
 ) -> Tensor:
-    if act_mode == 0:
-        return x.new_empty((x.shape[0], rows), dtype=torch.float32)
-    return x.new_empty((x.shape[0], act_bytes(rows, act_mode)), dtype=torch.uint8)
+    return new_activations(x, x.shape[0], rows, act_mode)

@@ -33,12 +33,12 @@ def add_rms_norm(
         eps: added to the mean square.
         plus_one: the weight is stored without its 1, as Hugging Face stores Qwen3.5's; GGUF files
             have it included.
-        act_mode: 0 float32, 1 packed activations for :func:`qmm`.
+        act_mode: 0 float32; 1 planes or 2 Q8_1, packed for :func:`qmm` as by :func:`quant_act`.
         capture: ``[rows, columns]`` of residual's dtype, row stride free; written: the sum, for
             those who watch the residual stream.
 
     Returns:
-        float32 ``[rows, columns]``, or uint8 packed activations.
+        float32 ``[rows, columns]``, or packed activations.
 
     Raises:
         RuntimeError: a shape, dtype, device or layout above does not hold, or ``weight`` or ``x``

@@ -1,4 +1,4 @@
-"""Samples of quant_act; the oracle restates the planes formula in PyTorch."""
+"""Samples of quant_act; the oracle restates the formulas of planes and Q8_1 in PyTorch."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -30,9 +30,35 @@ def planes(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return scale, hi, q - 254 * hi
 
 
+def q8_1(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Scale ``[rows, groups, 8]`` and codes ``[rows, groups, 8, 32]`` (int32) of Q8_1."""
+    rows, columns = x.shape
+    groups = -(-columns // 256)
+    padded = torch.zeros(rows, groups * 256)
+    padded[:, :columns] = x.float().cpu()
+    g = padded.view(rows, groups, 8, 32)
+    step = g.abs().amax(-1)  # keeps NaN
+    step = step / torch.full_like(step, 127)
+    scale = step.half().float()
+    off = ((scale == 0) | ~torch.isfinite(scale))[..., None]
+    v = torch.where(off, 0.0, g * (torch.ones_like(step) / step)[..., None]).double()
+    codes = v.sign() * torch.floor(v.abs() + 0.5)  # exact in float64: ties away from zero
+    return torch.where(torch.isfinite(scale), scale, torch.nan), codes.to(torch.int32)
+
+
+def _q8_rows(x: Tensor) -> Tensor:
+    scale, codes = q8_1(x)
+    rows, groups = scale.shape[:2]
+    sums = codes.view(rows, groups, 16, 16).sum(-1).to(torch.int16)
+    parts = [t.view(torch.int8) for t in (scale, sums, codes.view(rows, groups, 256).char())]
+    return torch.cat(parts, -1).view(rows, groups * 320).to(x.device)
+
+
 def _quant_act(x: Tensor, act_mode: int) -> Tensor:
     if act_mode == 0:
         return x.float().contiguous()
+    if act_mode == 2:
+        return _q8_rows(x)
     scale, hi, lo = planes(x)
     rows, groups = scale.shape
     sums = [p.view(rows, groups, 16, 16).sum(-1).to(torch.int16) for p in (hi, lo)]
@@ -51,6 +77,7 @@ def quant_act(device: torch.device) -> Iterator[tuple[Any, ...]]:
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         for rows, columns in [(0, 5), (1, 1), (3, 256), (2, 300), (5, 1024)]:
             x = torch.randn(rows, columns, generator=g) * 3
-            yield x.to(dtype).to(device), 1
-            yield x.to(dtype).to(device), 0
-    yield torch.randn(4, 600, generator=g).to(device)[:, 7:290], 1  # a free row stride
+            for act_mode in (1, 2, 0):
+                yield x.to(dtype).to(device), act_mode
+    for act_mode in (1, 2):  # a free row stride
+        yield torch.randn(4, 600, generator=g).to(device)[:, 7:290], act_mode

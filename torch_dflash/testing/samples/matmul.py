@@ -11,15 +11,19 @@ from ... import ops
 from .. import operator
 from .quant import gguf_dequantize, random_packed
 
-GROUP_BYTES = 592
+GROUP_BYTES = {torch.uint8: 592, torch.int8: 320}  # planes, Q8_1
 
 
-def unpack_planes(packed: Tensor, columns: int) -> Tensor:
+def unpack_activations(packed: Tensor, columns: int) -> Tensor:
     """Float64 values ``[rows, columns]`` of packed activations."""
-    groups = packed.cpu().view(packed.shape[0], -(-columns // 256), GROUP_BYTES)
-    scale = groups[..., :4].contiguous().view(torch.float32).double()
-    codes = groups[..., 80:].contiguous().view(torch.int8).double()
-    values = (254 * codes[..., :256] + codes[..., 256:]) * scale
+    groups = packed.cpu().view(packed.shape[0], -(-columns // 256), GROUP_BYTES[packed.dtype])
+    if packed.dtype == torch.int8:
+        scale = groups[..., :32].contiguous().view(torch.float32).double()
+        values = groups[..., 64:].double() * scale.repeat_interleave(32, -1)
+    else:
+        scale = groups[..., :4].contiguous().view(torch.float32).double()
+        codes = groups[..., 80:].contiguous().view(torch.int8).double()
+        values = (254 * codes[..., :256] + codes[..., 256:]) * scale
     return values.view(packed.shape[0], -1 if len(values) else columns)[:, :columns]
 
 
@@ -38,7 +42,7 @@ def matmul64(
     x: Tensor, weight: Tensor, types: list[int], rows: list[int], columns: int, bias: Any = None
 ) -> Tensor:
     """Float64 oracle of qmm: the values that x and the weight hold, multiplied."""
-    values = x.double().cpu() if x.dtype == torch.float32 else unpack_planes(x, columns)
+    values = x.double().cpu() if x.dtype == torch.float32 else unpack_activations(x, columns)
     y = values @ weight_rows(weight, types, rows, columns).T
     return y if bias is None else y + bias.double().cpu()
 
@@ -103,8 +107,8 @@ def qmm(device: torch.device) -> Iterator[tuple[Any, ...]]:
         weight = on(device, weight, types, rows, columns)
         x = small_rows((1, 3, 0, 5)[n % 4] if n < len(cases) - 1 else 9, values, g).to(device)
         bias = torch.randn(sum(rows), generator=g).to(device) if n % 3 == 0 else None
-        yield ops.quant_act(x, 1), weight, types, rows, columns, bias
-        yield x, weight, types, rows, columns, bias
+        for act_mode in (1, 2, 0):
+            yield ops.quant_act(x, act_mode), weight, types, rows, columns, bias
 
 
 @operator("qmm_glu", oracle=_qmm_glu)
@@ -116,9 +120,10 @@ def qmm_glu(device: torch.device) -> Iterator[tuple[Any, ...]]:
         weight, values = segments(types, both, columns, g)
         weight = on(device, weight, types, both, columns)
         x = small_rows(n + 1, values, g).to(device)
-        yield ops.quant_act(x, 1), weight, types, rows, columns, 0
-        # packed outputs of zeros only: a code may fall on the other side of a tie in float64
-        yield ops.quant_act(x * 0, 1), weight, types, rows, columns, 1
+        for act_mode in (1, 2):
+            yield ops.quant_act(x, act_mode), weight, types, rows, columns, 0
+            # packed outputs of zeros only: a code may fall on the other side of a tie in float64
+            yield ops.quant_act(x * 0, act_mode), weight, types, rows, columns, act_mode
 
 
 def _repack(packed: Tensor, ggml_type: int, columns: int) -> Tensor:
