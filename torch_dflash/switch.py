@@ -16,7 +16,6 @@ from . import ops
 __all__ = ["reference_of", "replaced", "switchable", "use_reference"]
 
 Function = Callable[..., Any]
-_KERNELS = {name: f for name, f in vars(ops).items() if callable(f)}
 _LAYOUTS = {"repack", "unpack"}  # their results only mean something to the kernels that read them
 
 
@@ -78,18 +77,20 @@ def _set(functions: Mapping[str, Function]) -> dict[str, Function]:
     before = {name: getattr(ops, name) for name in functions}
     for name, function in functions.items():
         setattr(ops, name, function)
-        (ops.REPLACED.discard if function is _KERNELS[name] else ops.REPLACED.add)(name)
+    ops.REPLACED.update(functions)
     return before
 
 
 @contextmanager
 def replaced(functions: Mapping[str, Function]) -> Iterator[None]:
     """Within the block, ``ops.name`` is the given function: models call it through ``ops``."""
+    already = set(ops.REPLACED)
     before = _set(functions)
     try:
         yield
     finally:
         _set(before)
+        ops.REPLACED.intersection_update(already)
 
 
 def use_reference(names: Sequence[str]) -> None:
