@@ -1,9 +1,13 @@
 """Hostile use of the public API: one clear error, or the same tokens; never a quiet wrong one."""
 
+import copy
 import gc
 import os
+import pickle
 import subprocess
 import sys
+import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -238,5 +242,117 @@ def test_one_drafter_cannot_serve_two_sessions(folder):
     running = Session(target, drafter).stream(PROMPT, 20)
     next(running)
     Session(other, drafter).generate(PROMPT, 3)
-    with pytest.raises(RuntimeError, match="used by another session in the meantime"):
+    with pytest.raises(RuntimeError, match="used by another session or stream in the meantime"):
         next(running)
+
+
+@pytest.mark.parametrize("kind", [None, *KINDS])
+def test_two_streams_of_one_session(folder, kind):
+    """The second takes the state; the first may not go on with it, the second may."""
+    target = load_target(folder / "target.gguf")
+    other = [9, 8, 7]
+    want = Session(target).generate(other, 20).tokens
+    session = Session(target, load_drafter(folder / kind, target) if kind else None)
+    first = session.stream(PROMPT, 20)
+    next(first)
+    second = session.stream(other, 20)
+    got = list(next(second).tokens)
+    with pytest.raises(RuntimeError, match="used by another session or stream in the meantime"):
+        next(first)
+    assert got + [t for step in second for t in step.tokens] == want
+
+
+def test_a_stream_that_extends_ends_the_one_before(folder):
+    target = load_target(folder / "target.gguf")
+    session = Session(target)
+    first = session.stream(PROMPT, 20)
+    known = [t for _ in range(5) for t in next(first).tokens]
+    want = Session(load_target(folder / "target.gguf")).generate([*PROMPT, *known, 3], 9).tokens
+    assert session.generate([*PROMPT, *known, 3], 9).tokens == want
+    with pytest.raises(RuntimeError, match="used by another session or stream in the meantime"):
+        next(first)
+
+
+def test_threads_on_one_target_fail_cleanly_or_are_right(folder):
+    """Whoever is not told that the target was taken has exactly the tokens of plain decoding."""
+    target = load_target(folder / "target.gguf")
+    prompts = (PROMPT, [9, 8, 7])
+    want = [Session(target).generate(p, 12).tokens for p in prompts]
+    wrong, other = [], []
+
+    def work(which):
+        for _ in range(12):
+            try:
+                for n, step in enumerate(Session(target).stream(prompts[which], 12)):
+                    if step.tokens != want[which][n : n + 1]:
+                        wrong.append((which, n))
+            except RuntimeError as error:
+                if "used by another session or stream" not in str(error):
+                    other.append(str(error))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert not other
+
+
+@pytest.mark.parametrize("copy_of", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_a_copy_of_a_model_has_a_state_of_its_own(folder, copy_of):
+    """Made after passes were recorded, used in turn with the original."""
+    target = load_target(folder / "target.gguf")
+    drafter = load_drafter(folder / "dflash2", target)
+    prompts = (PROMPT, [9, 8, 7])
+    want = [Session(target, drafter).generate(p, 20) for p in prompts]
+    pairs = [(target, drafter), (copy_of(target), copy_of(drafter))]
+    streams = [Session(*pair).stream(p, 20) for pair, p in zip(pairs, prompts, strict=True)]
+    seen = [([], []), ([], [])]
+    for _ in range(20):
+        for stream, (tokens, accepted) in zip(streams, seen, strict=True):
+            step = next(stream, None)
+            if step is not None:
+                tokens += step.tokens
+                accepted.append(step.accepted)
+    for (tokens, accepted), plain in zip(seen, want, strict=True):
+        assert tokens == plain.tokens
+        assert sum(accepted) == plain.stats.accepted  # the drafter's state is right as well
+
+
+@pytest.fixture(params=["float64", "bfloat16", "meta", "inference"])
+def surroundings(request):
+    """What other libraries leave switched on while models are loaded and run."""
+    if request.param == "meta":
+        context = torch.device("meta")
+    elif request.param == "inference":
+        context = torch.inference_mode()
+    else:
+        context = nullcontext()
+        torch.set_default_dtype(getattr(torch, request.param))
+    try:
+        yield context
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_defaults_of_torch_change_nothing(folder, kind, surroundings):
+    sampling = SamplingParams(temperature=0.8, top_k=40, top_p=0.9, seed=3)
+
+    def run():
+        target = load_target(folder / "target.gguf")
+        drafter = load_drafter(folder / kind, target)
+        out = [Session(target, drafter).generate(PROMPT, 20, s) for s in (GREEDY, sampling)]
+        return target, [(g.tokens, g.stats.accepted) for g in out]
+
+    with surroundings:
+        target, got = run()
+    torch.set_default_dtype(torch.float32)
+    assert got == run()[1]
+    target.reset()  # outside of the mode it was loaded in
+    target.prefill(torch.tensor(PROMPT))
+    for _ in range(2):
+        target.verify(torch.tensor([1, 2]))
+        target.commit(2)
+    assert target.length == len(PROMPT) + 4

@@ -137,3 +137,108 @@ def test_rows_behind_the_data_stay():
         assert rows[:, 0].tolist() == [2.0 * anchor, 6.0, 6.0]
         where = torch.arange(start, start + 3)
         assert torch.equal(graphs._graphs["x", 3].result[1], ops.uniform(where, where, 0))
+
+
+def positions_of_replays(graphs, cache, starts, count=3):
+    def run(data, rows):
+        return ops.uniform(rows.positions, rows.positions, 0)
+
+    data = torch.zeros(count, dtype=torch.int64)
+    return [graphs.run("x", data, cache, start, run).clone() for start in starts]
+
+
+def uniforms(start, count=3):
+    where = torch.arange(start, start + count)
+    return ops.uniform(where, where, 0)
+
+
+@pytest.mark.parametrize("at", ["add", "fill_", "graph_replay"])
+def test_an_interrupt_in_a_replay_does_not_shift_the_next(monkeypatch, at):
+    graphs, cache = StepGraphs(), KVCache(1, 1, 8)
+    positions_of_replays(graphs, cache, [0])
+    owner = {"add": torch, "fill_": torch.Tensor, "graph_replay": ops}[at]
+    real = getattr(owner, at)
+
+    def interrupted(*args, **kwargs):
+        if at != "graph_replay":
+            real(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, at, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            positions_of_replays(graphs, cache, [7])
+    (got,) = positions_of_replays(graphs, cache, [9])
+    assert torch.equal(got, uniforms(9))
+
+
+@pytest.mark.parametrize("at", ["graph_begin", "graph_end"])
+@pytest.mark.parametrize("done", [False, True])
+def test_an_interrupt_while_recording_leaves_no_recording(monkeypatch, at, done):
+    graphs, cache = StepGraphs(), KVCache(1, 1, 8)
+    real = getattr(ops, at)
+
+    def interrupted():
+        if done:
+            real()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ops, at, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            positions_of_replays(graphs, cache, [0])
+    for got, start in zip(positions_of_replays(graphs, cache, [3, 5]), (3, 5), strict=True):
+        assert torch.equal(got, uniforms(start))
+    ops.graph_begin()  # nothing is being recorded any more
+    ops.graph_free(ops.graph_end())
+
+
+def test_a_recording_of_somebody_else_is_left_alone():
+    graphs, cache = StepGraphs(), KVCache(1, 1, 8)
+    ops.graph_begin()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="graph_begin: a graph is being recorded"):
+            positions_of_replays(graphs, cache, [0])
+    ops.graph_free(ops.graph_end())
+
+
+def test_growth_that_fails_changes_nothing(monkeypatch):
+    cache = KVCache(2, 1, 8)
+    cache.reserve(10)
+    before = [*cache.k, *cache.v, cache.positions, cache.counts]
+    grown, calls = KVCache._grown, []
+
+    def failing(old, capacity):
+        calls.append(capacity)
+        if len(calls) == 3:
+            raise MemoryError
+        return grown(old, capacity)
+
+    monkeypatch.setattr(KVCache, "_grown", staticmethod(failing))
+    with pytest.raises(MemoryError):
+        cache.reserve(300)
+    after = [*cache.k, *cache.v, cache.positions, cache.counts]
+    assert all(a is b for a, b in zip(before, after, strict=True))
+    cache.reserve(300)
+    assert {t.shape[1] for t in (*cache.k, *cache.v)} == {cache.capacity} == {512}
+
+
+def test_another_cache_of_the_same_size_is_recorded_anew():
+    graphs = StepGraphs()
+    caches = [KVCache(1, 1, 4) for _ in range(2)]
+    freq = torch.zeros(2)
+
+    def run(data, rows, cache):
+        k = data.view(-1, 1, 4)
+        ops.qk_norm_rope_store(
+            None, k, k, None, None, 1e-6, False, rows.positions, freq, 1.0, [], rows.positions,
+            cache.k[0], cache.v[0],
+        )  # fmt: skip
+        return rows.positions
+
+    for value, cache in enumerate(caches, 1):
+        for start in (0, 2):
+            data = torch.full((2, 4), float(value))
+            graphs.run("x", data, cache, start, lambda d, r, c=cache: run(d, r, c))
+    for value, cache in enumerate(caches, 1):
+        assert cache.k[0][0, :4].eq(value).all()

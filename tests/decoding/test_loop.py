@@ -322,7 +322,7 @@ class TestSessions:
         running = first.stream(PROMPT, 30)
         next(running)
         second.generate(PROMPT, 3)
-        with pytest.raises(RuntimeError, match="used by another session in the meantime"):
+        with pytest.raises(RuntimeError, match="used by another session or stream in the meantime"):
             next(running)
 
     def test_an_interrupt_leaves_nothing_to_extend(self, target, plain, monkeypatch):

@@ -1,5 +1,7 @@
 """Forward passes recorded once per shape, then run without Python between their operators."""
 
+import contextlib
+import threading
 import weakref
 from collections.abc import Callable, Hashable
 from typing import Any, Generic, TypeVar
@@ -31,17 +33,47 @@ class _OnlyOperators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class _Recording(threading.local):
+    """Whether this thread records a pass, or was interrupted while it did."""
+
+    on = False
+
+    def begin(self) -> None:
+        """Start; an interrupt between this and :meth:`end` is made good by the next pass."""
+        self.on = True
+        try:
+            ops.graph_begin()
+        except RuntimeError:  # somebody else's recording is on
+            self.on = False
+            raise
+
+    def end(self) -> int:
+        """Stop: handle of the graph."""
+        handle = ops.graph_end()
+        self.on = False
+        return handle
+
+    def abandon(self) -> None:
+        """Forget what an interrupt between two bytecodes left running, which nobody wants."""
+        with contextlib.suppress(RuntimeError):  # it had not begun yet
+            ops.graph_free(ops.graph_end())
+        self.on = False
+
+
+_RECORDING = _Recording()
+
+
 class _Graph(Generic[R]):
     """One recorded pass: its inputs and results keep their addresses."""
 
     def __init__(self, data: Tensor, rows: Rows, run: Callable[[Tensor, Rows], R]) -> None:
         self.data, self.rows = data, rows
-        ops.graph_begin()
+        _RECORDING.begin()
         try:
             with _OnlyOperators():  # type: ignore[no-untyped-call]
                 self.result = run(data, rows)
         finally:
-            self.handle = ops.graph_end()
+            self.handle = _RECORDING.end()
             self._free = weakref.finalize(self, ops.graph_free, self.handle)
             self._free.atexit = False
         self.bytes = ops.graph_bytes(self.handle)
@@ -57,10 +89,15 @@ class StepGraphs:
     those models' steps are long enough to hide what a replay saves.
     """
 
-    def __init__(self) -> None:
-        self.enabled = True
+    def __init__(self, enabled: bool = True) -> None:
+        self.enabled = enabled
         self._graphs: dict[tuple[Hashable, int], _Graph[Any] | None] = {}
-        self._capacity, self._bytes = -1, 0
+        self._bytes = 0
+        self._positions: Tensor | None = None  # of the cache that the passes use
+
+    def __reduce__(self) -> tuple[type["StepGraphs"], tuple[bool]]:
+        """A copy, also one in another process, has other tensors: it records its own passes."""
+        return StepGraphs, (self.enabled,)
 
     def clear(self) -> None:
         """Forget all passes: what they read or write has moved."""
@@ -90,9 +127,11 @@ class StepGraphs:
         cache.reserve(start + count)
         if not self._recordable(data):
             return self._eager(data, cache, start, run, tail)
-        if cache.capacity != self._capacity:  # the caches have moved
+        if _RECORDING.on:
+            _RECORDING.abandon()
+        if cache.positions is not self._positions:  # another cache, or one that has grown
             self.clear()
-            self._capacity = cache.capacity
+            self._positions = cache.positions
         key = (name, count)
         if key not in self._graphs:
             return self._record(key, data, cache, start, run, tail)

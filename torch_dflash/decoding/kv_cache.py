@@ -26,19 +26,19 @@ class Rows:
 
     def __init__(self, cache: "KVCache", start: int, rows: int, own: bool = False) -> None:
         cache.reserve(start + rows)
-        self.rows, self._start = rows, start
+        self.rows = rows
         # Views of tables that the cache keeps: making small tensors costs more than using them.
         self.positions = cache.positions[start : start + rows]
         self.lengths = cache.counts[start + rows : start + rows + 1]
         self.cu_seqlens = cache.cu_seqlens(rows)
         if own:
+            self._ahead = cache.positions[:rows].clone()  # 0, 1, ..
             self.positions, self.lengths = self.positions.clone(), self.lengths.clone()
 
     def move(self, start: int) -> None:
-        """Let rows that own their tensors stand at ``start ..``."""
-        self.positions.add_(start - self._start)
-        self.lengths.add_(start - self._start)
-        self._start = start
+        """Let rows that own their tensors stand at ``start ..``, wherever they stood."""
+        torch.add(self._ahead, start, out=self.positions)
+        self.lengths.fill_(start + self.rows)
 
 
 class KVCache:
@@ -54,6 +54,7 @@ class KVCache:
         device: where the caches live.
     """
 
+    @torch.inference_mode(False)  # to be written from either mode
     def __init__(
         self,
         layers: int,
@@ -91,10 +92,18 @@ class KVCache:
         capacity = max(_FIRST, self.capacity)
         while capacity < rows:
             capacity *= 2
-        self.positions = torch.arange(capacity, device=self.positions.device)
-        self.counts = torch.arange(capacity + 1, dtype=torch.int32, device=self.counts.device)
-        for caches in (self.k, self.v):
-            for i, old in enumerate(caches):
-                new = old.new_zeros(1, capacity, *old.shape[2:])
-                new[:, : old.shape[1]] = old
-                caches[i] = new
+        with torch.inference_mode(False), torch.no_grad():
+            grown = {
+                "k": [self._grown(old, capacity) for old in self.k],
+                "v": [self._grown(old, capacity) for old in self.v],
+                "positions": torch.arange(capacity, device=self.positions.device),
+                "counts": torch.arange(capacity + 1, dtype=torch.int32, device=self.counts.device),
+            }
+        # All or nothing: neither an interrupt nor a lack of memory may leave some layers behind.
+        self.__dict__.update(grown)
+
+    @staticmethod
+    def _grown(old: Tensor, capacity: int) -> Tensor:
+        new = old.new_zeros(1, capacity, *old.shape[2:])
+        new[:, : old.shape[1]] = old
+        return new

@@ -2,6 +2,7 @@
 
 import logging
 import operator
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,8 +29,19 @@ TARGET_STREAM, ACCEPT_STREAM = 0, 2  # of ops.uniform; drafts use 1
 # Bytes of target_hidden that may wait for the next draft: a burst of plain steps longer than the
 # text that is wanted never costs a commit.
 _PENDING_BYTES = 64 << 20
-# target or drafter -> key of the session whose tokens its state holds
+# target or drafter -> key of the stream whose tokens its state holds; and who runs it now
 _HOLDERS: "WeakKeyDictionary[Target | Drafter, object]" = WeakKeyDictionary()
+_LOCKS: "WeakKeyDictionary[Target | Drafter, threading.RLock]" = WeakKeyDictionary()
+_NEW_LOCK = threading.Lock()
+
+
+def _lock(part: Target | Drafter) -> threading.RLock:
+    """One thread at a time runs a model: each holds one sequence."""
+    lock = _LOCKS.get(part)
+    if lock is None:
+        with _NEW_LOCK:
+            lock = _LOCKS.setdefault(part, threading.RLock())
+    return lock
 
 
 @dataclass
@@ -89,35 +101,61 @@ class Session:
 
     def reset(self) -> None:
         """Forget the sequence, and take target and drafter from other sessions."""
-        self.target.capture(self.drafter.config.target_layer_ids if self.drafter else [])
-        self.target.reset()
-        _HOLDERS[self.target] = self._key
-        if self.drafter is not None:
-            self.drafter.reset()
-            _HOLDERS[self.drafter] = self._key
-        self._committed, self._pending, self._pending_bytes = [], [], 0
+        with self._alone():
+            self.target.capture(self.drafter.config.target_layer_ids if self.drafter else [])
+            self.target.reset()
+            if self.drafter is not None:
+                self.drafter.reset()
+            self._committed, self._pending, self._pending_bytes = [], [], 0
+            self._take()
 
-    def _holds_state(self) -> bool:
-        """Whether target and drafter still hold the tokens of this session."""
-        used = (self.target,) if self.drafter is None else (self.target, self.drafter)
-        mine = all(_HOLDERS.get(part) is self._key for part in used)
+    def _parts(self) -> "tuple[Target | Drafter, ...]":
+        return (self.target,) if self.drafter is None else (self.target, self.drafter)
+
+    def _take(self) -> None:
+        """From here on the state belongs to a new stream; older ones cannot go on."""
+        self._key = object()
+        for part in self._parts():
+            _HOLDERS[part] = self._key
+
+    def _holds_state(self, key: object) -> bool:
+        """Whether target and drafter still hold the tokens of the stream with this key."""
+        mine = all(_HOLDERS.get(part) is key for part in self._parts())
         return mine and self.target.length == len(self._committed)
 
     @contextmanager
-    def _running(self) -> Iterator[None]:
-        """Run the models; what an error or an interrupt leaves behind is no prefix to extend."""
-        try:
-            with torch.inference_mode():
-                yield
-        except BaseException:
-            self._committed = []
-            raise
+    def _alone(self) -> Iterator[None]:
+        """Keep other threads from target and drafter, in this order."""
+        with _lock(self.target), _lock(self.target if self.drafter is None else self.drafter):
+            yield
+
+    @contextmanager
+    def _running(self, key: object | None = None) -> Iterator[None]:
+        """Run the models; what an error or an interrupt leaves behind is no prefix to extend.
+
+        Args:
+            key: of the stream that goes on; None begins one.
+        """
+        with self._alone():
+            if key is not None and not self._holds_state(key):
+                raise RuntimeError(
+                    "generate: the target or the drafter was used by another session or stream in "
+                    "the meantime; each holds one sequence at a time"
+                )
+            try:
+                with torch.inference_mode():
+                    yield
+            except BaseException:
+                self._committed = []
+                raise
 
     def _prefill(self, prompt: list[int]) -> Tensor:
         """Bring the state to the end of the prompt; a hybrid's state can only be extended."""
         known = len(self._committed)
         extends = 0 < known < len(prompt) and prompt[:known] == self._committed
-        if not (extends and self._holds_state()):
+        if extends and self._holds_state(self._key):
+            self._take()
+        else:
             self.reset()
             known = 0
         self._flush()
@@ -147,7 +185,7 @@ class Session:
             ValueError: an empty prompt, an id outside the vocabulary, no tokens wanted, or a
                 ``stop`` that ended another generation.
             TypeError: a prompt of anything but integers.
-            RuntimeError: another session took the target or the drafter in the meantime.
+            RuntimeError: another session or stream took the target or the drafter in the meantime.
         """
         result = Generation()
         for step in self.stream(prompt, max_new_tokens, sampling, stop, result):
@@ -184,12 +222,12 @@ class Session:
             stats.prefill_seconds = time.perf_counter() - began
             newest = int(anchor)
             emitted, text = self._emit([newest], stop)
-            left = max_new_tokens - 1
+            left, key = max_new_tokens - 1, self._key
         stats.new_tokens = 1
         self._finish(result, stop, left)
         yield StepResult(emitted, text + (stop.flush() if left == 0 else ""))
         while left and stop.reason is None:
-            with self._running():
+            with self._running(key):
                 began = time.perf_counter()
                 following, tokens, offered, accepted = self._step(anchor, left, sampling)
                 emitted, text = self._emit(tokens[:left], stop)
@@ -248,11 +286,6 @@ class Session:
         self, anchor: Tensor, left: int, sampling: SamplingParams
     ) -> tuple[Tensor, list[int], int, int]:
         """One verification: (next anchor, new tokens, draft tokens offered, and accepted)."""
-        if not self._holds_state():
-            raise RuntimeError(
-                "generate: the target or the drafter was used by another session in the meantime; "
-                "each holds one sequence at a time"
-            )
         proposal = self._propose(anchor, left, sampling)
         if proposal is None:
             self._verified = self.target.verify(anchor)

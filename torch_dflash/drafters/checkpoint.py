@@ -175,7 +175,8 @@ def _finish(
         if len(weight.shape) == 1:  # some writers drop the row dimension
             row = QuantTensor(weight.packed, weight.ggml_type, (1, *weight.shape))
             tensors[f"{conf}.weight"] = row
-        tensors.setdefault(f"{conf}.bias", QuantTensor.from_tensor(torch.zeros(1)))
+        zero = torch.zeros(1, dtype=torch.float32, device="cpu")
+        tensors.setdefault(f"{conf}.bias", QuantTensor.from_tensor(zero))
     check_types(where, tensors, integers=["d2t"])
     if "d2t" in tensors:
         tensors["d2t"] = _absolute_ids(where, config, tensors["d2t"], absolute)
@@ -190,7 +191,7 @@ def _absolute_ids(
     """``d2t`` as target ids: Hugging Face files store offsets, GGUF files the ids."""
     ids = table.to_dense().to(torch.int64)
     if not absolute:
-        ids = ids + torch.arange(len(ids))
+        ids = ids + torch.arange(len(ids), device=ids.device)
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= config.vocab_size:
         stored = "ids" if absolute else "offsets from the draft id"

@@ -209,7 +209,7 @@ class DFlash(Drafter):
         self.d2t: Tensor | None
         self.register_buffer("d2t", None if d2t is None else d2t.to_dense(), persistent=False)
         self.mask: Tensor
-        mask = torch.full((1,), config.mask_token_id, dtype=torch.int64)
+        mask = torch.full((1,), config.mask_token_id, dtype=torch.int64, device="cpu")
         self.register_buffer("mask", mask, persistent=False)
         mask_row = t.optional("mask_embedding")
         self.mask_row = None if mask_row is None else QuantEmbedding(_as_row(mask_row))

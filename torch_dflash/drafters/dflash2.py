@@ -6,7 +6,7 @@ from torch import Tensor
 from .. import ops
 from ..decoding.kv_cache import KVCache, Rows
 from ..decoding.proposal import Proposal
-from ..decoding.sampling import SamplingParams
+from ..decoding.sampling import SamplingParams, sampling_rows
 from ..nn import QuantEmbedding, QuantLinear, RMSNorm
 from .base import register
 from .config import DrafterConfig
@@ -64,7 +64,7 @@ class DFlash2(DFlash):
         self.predecessor = QuantEmbedding(selector.weight("predecessor_codebook"))
         self.successor = QuantEmbedding(selector.weight("successor_codebook"))
         self.hidden_projection = QuantLinear([selector.weight("hidden_projection.weight")])
-        zeros = torch.zeros(self.config.block_size)
+        zeros = torch.zeros(self.config.block_size, dtype=torch.float32, device="cpu")
         self.register_buffer("zeros", zeros, persistent=False)
 
     def propose(
@@ -80,7 +80,7 @@ class DFlash2(DFlash):
         if sampling.greedy:
             return Proposal(self._run_best(anchor, draft_tokens, rows).clone(), offered)
         hidden = self.forward(anchor, rows)[1 : 1 + draft_tokens]
-        temperature = torch.full((1,), sampling.temperature, device=self.device)
+        temperature = sampling_rows(sampling, 1, self.device)[0]
         uniforms = self.uniforms(draft_tokens, sampling).view(1, -1)
         tokens, q, ids = self._walk(hidden, anchor, temperature, uniforms)
         return Proposal(tokens, offered, q=q, q_ids=ids[None])

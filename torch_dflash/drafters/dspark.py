@@ -2,12 +2,11 @@
 
 from typing import Final
 
-import torch
 from torch import Tensor
 
 from .. import ops
 from ..decoding.proposal import Proposal
-from ..decoding.sampling import SamplingParams
+from ..decoding.sampling import SamplingParams, sampling_rows
 from ..nn import QuantEmbedding, QuantLinear
 from .base import register
 from .dflash import DFlash, Tensors
@@ -60,7 +59,7 @@ class DSpark(DFlash):
             )
         first = self.skipped_rows
         hidden = self.forward(anchor, rows)[first : first + draft_tokens]
-        temperature = torch.full((1,), sampling.temperature, device=self.device)
+        temperature = sampling_rows(sampling, 1, self.device)[0]
         uniforms = self.uniforms(draft_tokens, sampling).view(1, -1)
         tokens, q, confidence = self._chain(hidden, anchor, temperature, uniforms)
         if self.d2t is not None:

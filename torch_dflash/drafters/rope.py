@@ -88,7 +88,7 @@ class RopeConfig:
 
     def inv_freq(self) -> Tensor:
         """Angle per position of every pair: float32 ``[rotary_dim / 2]``, rounded from float64."""
-        k = torch.arange(0, self.rotary_dim, 2, dtype=torch.float64)
+        k = torch.arange(0, self.rotary_dim, 2, dtype=torch.float64, device="cpu")
         inv = self.theta ** (-k / self.rotary_dim)
         if self.type == "linear":
             inv = inv / self.factor
@@ -97,7 +97,7 @@ class RopeConfig:
             ramp = ((k / 2 - low) / (high - low)).clamp(0, 1)
             inv = inv / self.factor * ramp + inv * (1 - ramp)
         if self.freq_factors is not None:
-            inv = inv / torch.tensor(self.freq_factors, dtype=torch.float64)
+            inv = inv / torch.tensor(self.freq_factors, dtype=torch.float64, device="cpu")
         return inv.to(torch.float32)
 
     @property
@@ -153,6 +153,6 @@ def neox_order(num_heads: int, head_dim: int, rotary_dim: int) -> Tensor:
     >>> neox_order(2, 6, 4).tolist()
     [0, 2, 1, 3, 4, 5, 6, 8, 7, 9, 10, 11]
     """
-    head = torch.arange(head_dim)
-    head[:rotary_dim] = torch.arange(rotary_dim).view(-1, 2).t().reshape(-1)
-    return (torch.arange(num_heads)[:, None] * head_dim + head).reshape(-1)
+    head = torch.arange(head_dim, device="cpu")
+    head[:rotary_dim] = head[:rotary_dim].view(-1, 2).t().reshape(-1)
+    return (torch.arange(num_heads, device="cpu")[:, None] * head_dim + head).reshape(-1)

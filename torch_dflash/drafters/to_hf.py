@@ -259,7 +259,7 @@ def hf_tensors(checkpoint: DrafterCheckpoint, dtype: torch.dtype) -> dict[str, S
     for name, tensor in checkpoint.tensors.items():
         if tensor.type_name in INTEGERS:
             ids = tensor.to_dense().to(torch.int64)  # only d2t
-            out[name] = QuantTensor.from_tensor(ids - torch.arange(len(ids)))
+            out[name] = QuantTensor.from_tensor(ids - torch.arange(len(ids), device=ids.device))
         elif len(tensor.shape) == 1 or name.endswith(".base_kernel"):
             values = tensor.to_dense()
             rounded = values.to(dtype)

@@ -57,4 +57,4 @@ def grouped_v_heads(num_key_heads: int, num_value_heads: int) -> Tensor:
     [0, 3, 1, 4, 2, 5]
     """
     ratio = num_value_heads // num_key_heads
-    return torch.arange(num_value_heads).view(ratio, num_key_heads).t().reshape(-1)
+    return torch.arange(num_value_heads, device="cpu").view(ratio, num_key_heads).t().reshape(-1)

@@ -52,6 +52,7 @@ class RecurrentState:
         device: where it lives.
     """
 
+    @torch.inference_mode(False)  # to be written from either mode
     def __init__(
         self,
         shape: GDNShape,
