@@ -168,7 +168,10 @@ def test_compare(run, files, kind):
         (("-p", "x", "--top-p", "0"), "top_p must be in (0, 1], got 0.0"),
         (("-p", "x", "--top-k", "-2"), "top_k must be an integer >= 0 (0 keeps all), got -2"),
         (("-p", "x", "--seed", "-1"), "seed must be an integer in [0, 2^63), got -1"),
+        (("-p", "x", "--top-k", str(10**30), "-t", "1"), "top_k must be below 2^63, got 1000000"),
         (("-p", "x", "--threads", "0"), "--threads must be at least 1, got 0"),
+        (("-p", "x", "--threads", str(2**31 - 1)), "--threads must be at most 1024, got 214748"),
+        (("-p", "x\udcff"), "text must be Unicode, got the surrogate '\\udcff' at 1; was it read"),
         (("-p", "x", "--stop", ""), "a stop string must not be empty"),
         (("-p", "x", "--draft-tokens", "0", "-d", "FILES/dflash"), "draft_tokens must be an"),
         (("-p", "x", "--compare"), "--compare needs a drafter, got none; name one with --drafter"),
@@ -206,6 +209,13 @@ def test_models_that_are_none(run, files, model, text):
     status, out, err = run("-p", "x", model=model)
     assert (status, out, err.count("\n")) == (1, "", 1)
     assert text in err
+
+
+def test_a_closed_standard_input(run, files, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    status, out, err = run("-p", "-")
+    assert (status, out, err.count("\n")) == (1, "", 1)
+    assert "--prompt - must have a standard input to read, got a closed one" in err
 
 
 def test_a_file_that_is_not_text(run, files, tmp_path):

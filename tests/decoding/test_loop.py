@@ -442,6 +442,7 @@ class TestArguments:
             ({"temperature": float("nan")}, "temperature must be finite and >= 0, got nan"),
             ({"temperature": float("inf")}, "temperature must be finite and >= 0, got inf"),
             ({"top_k": -1}, "top_k must be an integer >= 0"),
+            ({"top_k": 1 << 63}, "top_k must be below 2.63, got 9223372036854775808"),
             ({"top_k": 2.5}, "top_k must be an integer >= 0 .* got 2.5"),
             ({"top_p": 0.0}, r"top_p must be in \(0, 1\], got 0.0"),
             ({"top_p": 1.5}, r"top_p must be in \(0, 1\], got 1.5"),

@@ -228,3 +228,16 @@ def test_target_refuses_what_it_cannot_place(fixtures):
         dict(qwen35_tensors(config, {"mtp.fc.weight": T}))
     with pytest.raises(GGUFError, match=r"config.json: head_dim must be int, got None"):
         qwen35_metadata(json.loads("{}") | {"rope_parameters": {}}, name="x")
+
+
+def test_what_is_no_file_is_not_replaced(tmp_path):
+    """A rename over a device, which root may do, takes it from every other process."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("pipe")
+    for name in ("pipe", "folder", "link"):
+        with pytest.raises(GGUFError, match=rf"{name}: must be new or a regular file to write, go"):
+            write_gguf(tmp_path / name, "dflash", {}, [])
+    assert (tmp_path / "pipe").is_fifo()
+    assert (tmp_path / "link").is_symlink()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["folder", "link", "pipe"]

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser"]
 
+_MOST_THREADS = 1024  # beyond, OpenMP ends the process where it cannot allocate their stacks
+
 
 def add_parser(commands: Any) -> None:
     """Register the subcommand."""
@@ -85,6 +87,8 @@ def run(args: argparse.Namespace) -> int:
     if args.threads is not None:
         if args.threads < 1:
             raise ValueError(f"--threads must be at least 1, got {args.threads}")
+        if args.threads > _MOST_THREADS:
+            raise ValueError(f"--threads must be at most {_MOST_THREADS}, got {args.threads}")
         torch.set_num_threads(args.threads)
     if args.reference is not None:
         use_reference(args.reference.split(","))
@@ -115,6 +119,8 @@ def _encode(args: argparse.Namespace, tokenizer: "Tokenizer") -> list[int]:
         except UnicodeDecodeError as error:
             raise ValueError(f"{args.file}: must be UTF-8 text, got {error}") from error
     elif args.prompt == "-":
+        if sys.stdin is None:
+            raise ValueError("--prompt - must have a standard input to read, got a closed one")
         text = sys.stdin.read()
     else:
         text = args.prompt if args.prompt is not None else "def fibonacci(n):\n"

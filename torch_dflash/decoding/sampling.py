@@ -38,6 +38,8 @@ class SamplingParams:
             raise ValueError(f"temperature must be finite and >= 0, got {self.temperature}")
         if not _whole(self.top_k) or self.top_k < 0:
             raise ValueError(f"top_k must be an integer >= 0 (0 keeps all), got {self.top_k!r}")
+        if self.top_k >= 1 << 63:
+            raise ValueError(f"top_k must be below 2^63, got {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
         if not _whole(self.seed) or not 0 <= self.seed < 1 << 63:

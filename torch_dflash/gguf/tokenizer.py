@@ -165,8 +165,16 @@ class Tokenizer:
             add_special: put the begin and end tokens around it that the model expects.
 
         Raises:
-            ValueError: the vocabulary cannot express a character of ``text``.
+            ValueError: the vocabulary cannot express a character of ``text``, or half a surrogate
+                pair stands in it, which is what Python makes of bytes that are no UTF-8.
         """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"{self._where}: the text must be Unicode, got the surrogate "
+                f"{text[error.start]!r} at {error.start}; was it read from bytes that are no UTF-8?"
+            ) from error
         ids = self._engine.encode(text, add_special_tokens=False).ids
         if self._lossy and self.decode(ids, skip_control=False) != self._normalized(text):
             raise ValueError(

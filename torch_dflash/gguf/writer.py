@@ -72,12 +72,15 @@ def write_gguf(
         progress: called after every piece.
 
     Raises:
-        GGUFError: a key, value or tensor that the format cannot hold.
+        GGUFError: a key, value or tensor that the format cannot hold, or ``path`` is a folder or a
+            device.
         OSError: the file cannot be written.
     """
     path = Path(path)
     if not path.parent.is_dir():
         raise FileNotFoundError(f"{path.parent}: must be a folder to write {path.name} to")
+    if path.exists() and not path.is_file():  # replacing would take a device from everybody
+        raise GGUFError(f"{path}: must be new or a regular file to write, got a folder or device")
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     writer = GGUFWriter(temporary, architecture)
     try:
