@@ -214,9 +214,8 @@ class DFlash(Drafter):
         mask_row = t.optional("mask_embedding")
         self.mask_row = None if mask_row is None else QuantEmbedding(_as_row(mask_row))
         self._load(t)
-        self.graphs = StepGraphs()
         # Both choose rows by the values of ids, which is not an operator of ours.
-        self.graphs.enabled = self.mask_row is None and self.d2t is None
+        self.graphs = StepGraphs(enabled=self.mask_row is None and self.d2t is None)
         self.cache = self._new_cache()
         self.reset()
 
@@ -341,42 +340,45 @@ class DFlash(Drafter):
         sampling: SamplingParams,
         rows: int | None = None,
     ) -> Proposal:
-        """Draft one block: rows 1.. predict the tokens at their own positions."""
+        """Draft one block; what a row of it predicts is the kind's own: :meth:`_sampled`, and
+        :meth:`_best` with :meth:`_greedy`.
+        """
         rows = self._block_rows(draft_tokens, rows)
-        if sampling.greedy:
-            ids = self._run_best(anchor, draft_tokens, rows)
-            return Proposal(self._target_ids(ids.clone()), self._offered(draft_tokens))
-        logits = self.head(self.forward(anchor, rows)[1 : 1 + draft_tokens])
-        c = self.config
+        read = slice(self.skipped_rows, self.skipped_rows + draft_tokens)
+        offered = torch.full((1,), draft_tokens, dtype=torch.int32, device=self.device)
+        if not sampling.greedy:
+            return self._sampled(self.forward(anchor, rows)[read], anchor, offered, sampling)
+
+        def run(tokens: Tensor, block: Rows) -> Any:
+            return self._best(self._backbone(tokens, block)[read], tokens[:1])
+
+        return self._greedy(self._run(("greedy", draft_tokens), run, anchor, rows), offered)
+
+    def _sampled(
+        self, hidden: Tensor, anchor: Tensor, offered: Tensor, sampling: SamplingParams
+    ) -> Proposal:
+        """Each row's token is drawn by itself, at its own position."""
+        logits, count, c = self.head(hidden), hidden.shape[0], self.config
         multiplier, softcap = c.output_multiplier, c.final_logit_softcapping
         if multiplier != 1 or softcap != 0:  # the k best of all, put back where they were
             values, order = ops.head_topk(logits, logits.shape[1], multiplier, softcap)
             logits = logits.scatter(1, order, values)
-        q = ops.sampling_probs(logits, *sampling_rows(sampling, draft_tokens, self.device))
-        ids = ops.categorical(q, self.uniforms(draft_tokens, sampling)).view(1, -1)
+        q = ops.sampling_probs(logits, *sampling_rows(sampling, count, self.device))
+        ids = ops.categorical(q, self.uniforms(count, sampling)).view(1, -1)
         if self.d2t is not None:
-            full = q.new_zeros(draft_tokens, self.config.vocab_size)
+            full = q.new_zeros(count, self.config.vocab_size)
             q = full.index_copy_(1, self.d2t, q)
-        return Proposal(self._target_ids(ids), self._offered(draft_tokens), q=q[None])
-
-    def _run_best(self, anchor: Tensor, draft_tokens: int, rows: int) -> Any:
-        """The greedy pass of this kind of drafter."""
-        first = self.skipped_rows
-
-        def run(tokens: Tensor, block: Rows) -> Any:
-            hidden = self._backbone(tokens, block)[first : first + draft_tokens]
-            return self._best(hidden, tokens[:1])
-
-        return self._run(("greedy", draft_tokens), run, anchor, rows)
+        return Proposal(self._target_ids(ids), offered, q=q[None])
 
     def _best(self, hidden: Tensor, anchor: Tensor) -> Any:
         """What the rows of ``hidden`` predict, by operators alone."""
         logits, c = self.head(hidden), self.config
         best = ops.head_topk(logits, 1, c.output_multiplier, c.final_logit_softcapping)[1]
-        return best.view(1, -1)
+        return self._target_ids(best.view(1, -1))
+
+    def _greedy(self, best: Any, offered: Tensor) -> Proposal:
+        """The proposal of :meth:`_best`'s result, which the next block overwrites."""
+        return Proposal(best.clone(), offered)
 
     def _target_ids(self, ids: Tensor) -> Tensor:
         return ids if self.d2t is None else self.d2t[ids]
-
-    def _offered(self, draft_tokens: int) -> Tensor:
-        return torch.full((1,), draft_tokens, dtype=torch.int32, device=self.device)

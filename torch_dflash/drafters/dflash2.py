@@ -67,21 +67,12 @@ class DFlash2(DFlash):
         zeros = torch.zeros(self.config.block_size, dtype=torch.float32, device="cpu")
         self.register_buffer("zeros", zeros, persistent=False)
 
-    def propose(
-        self,
-        anchor: Tensor,
-        draft_tokens: int,
-        sampling: SamplingParams,
-        rows: int | None = None,
+    def _sampled(
+        self, hidden: Tensor, anchor: Tensor, offered: Tensor, sampling: SamplingParams
     ) -> Proposal:
-        """Draft one block: the best path through the top-k candidates of each row."""
-        rows = self._block_rows(draft_tokens, rows)
-        offered = self._offered(draft_tokens)
-        if sampling.greedy:
-            return Proposal(self._run_best(anchor, draft_tokens, rows).clone(), offered)
-        hidden = self.forward(anchor, rows)[1 : 1 + draft_tokens]
+        """The path through the top-k candidates of each row, drawn candidate by candidate."""
         temperature = sampling_rows(sampling, 1, self.device)[0]
-        uniforms = self.uniforms(draft_tokens, sampling).view(1, -1)
+        uniforms = self.uniforms(hidden.shape[0], sampling).view(1, -1)
         tokens, q, ids = self._walk(hidden, anchor, temperature, uniforms)
         return Proposal(tokens, offered, q=q, q_ids=ids[None])
 

@@ -42,33 +42,26 @@ class DSpark(DFlash):
         bias = t.optional_floats("confidence_head.proj.bias")
         self.register_buffer("confidence_bias", bias, persistent=False)
 
-    def propose(
-        self,
-        anchor: Tensor,
-        draft_tokens: int,
-        sampling: SamplingParams,
-        rows: int | None = None,
+    def _sampled(
+        self, hidden: Tensor, anchor: Tensor, offered: Tensor, sampling: SamplingParams
     ) -> Proposal:
-        """Draft one block: each token conditions the next through the Markov table."""
-        rows = self._block_rows(draft_tokens, rows)
-        offered, scored = self._offered(draft_tokens), self.confidence_weight is not None
-        if sampling.greedy:
-            tokens, _, confidence = self._run_best(anchor, draft_tokens, rows)
-            return Proposal(
-                tokens.clone(), offered, confidence=confidence.clone() if scored else None
-            )
-        first = self.skipped_rows
-        hidden = self.forward(anchor, rows)[first : first + draft_tokens]
+        """Each token conditions the next through the Markov table."""
         temperature = sampling_rows(sampling, 1, self.device)[0]
-        uniforms = self.uniforms(draft_tokens, sampling).view(1, -1)
+        uniforms = self.uniforms(hidden.shape[0], sampling).view(1, -1)
         tokens, q, confidence = self._chain(hidden, anchor, temperature, uniforms)
         if self.d2t is not None:
             full = q.new_zeros(*q.shape[:2], self.config.vocab_size)
             q = full.index_copy_(2, self.d2t, q)
-        return Proposal(tokens, offered, q=q, confidence=confidence if scored else None)
+        scored = None if self.confidence_weight is None else confidence
+        return Proposal(tokens, offered, q=q, confidence=scored)
 
     def _best(self, hidden: Tensor, anchor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self._chain(hidden, anchor, None, None)
+
+    def _greedy(self, best: tuple[Tensor, Tensor, Tensor], offered: Tensor) -> Proposal:
+        tokens, _, confidence = best
+        scored = None if self.confidence_weight is None else confidence.clone()
+        return Proposal(tokens.clone(), offered, confidence=scored)
 
     def _chain(
         self, hidden: Tensor, anchor: Tensor, temperature: Tensor | None, uniforms: Tensor | None
