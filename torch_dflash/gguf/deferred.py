@@ -1,6 +1,5 @@
 """Tensors that are computed while they are written, some rows at a time."""
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
@@ -8,8 +7,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from .tensor import QuantTensor
-from .types import TYPES, GGMLType
+from .tensor import QuantTensor, TypedRows
+from .types import TYPES
 
 __all__ = ["DeferredTensor", "Stored", "pieces_of", "retyped", "with_row"]
 
@@ -17,7 +16,7 @@ _PIECE: Final = 1 << 20  # values computed in one go: 4 MB as float32
 
 
 @dataclass(frozen=True, eq=False)
-class DeferredTensor:
+class DeferredTensor(TypedRows):
     """A tensor whose rows do not exist yet: what is written is computed as it is written.
 
     Attributes:
@@ -29,31 +28,6 @@ class DeferredTensor:
     ggml_type: int
     shape: tuple[int, ...]
     pieces: Callable[[], Iterable[Tensor]]
-
-    @property
-    def type(self) -> GGMLType:
-        """The GGML type: name and geometry."""
-        return TYPES[self.ggml_type]
-
-    @property
-    def type_name(self) -> str:
-        """Name of the GGML type."""
-        return self.type.name
-
-    @property
-    def columns(self) -> int:
-        """Values per row: the last dimension (1 for a scalar)."""
-        return self.shape[-1] if self.shape else 1
-
-    @property
-    def rows(self) -> int:
-        """Number of packed rows: the product of all dimensions but the last."""
-        return math.prod(self.shape[:-1])
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that ``pieces`` yields altogether."""
-        return self.rows * self.type.row_bytes(self.columns)
 
 
 Stored = QuantTensor | DeferredTensor

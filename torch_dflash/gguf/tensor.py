@@ -14,8 +14,45 @@ __all__ = ["QuantTensor"]
 _CHECK_BYTES = 1 << 22  # how much first_nonfinite looks at in one go: temporaries stay in cache
 
 
+class TypedRows:
+    """What a GGML type and a shape say about a tensor, whether its rows are there or not.
+
+    Attributes:
+        ggml_type: type id as stored in a GGUF file.
+        shape: row-major (Hugging Face) order, ``(out, in)`` for a matrix.
+    """
+
+    ggml_type: int
+    shape: tuple[int, ...]
+
+    @property
+    def type(self) -> GGMLType:
+        """The GGML type: name and geometry."""
+        return TYPES[self.ggml_type]
+
+    @property
+    def type_name(self) -> str:
+        """Name of the GGML type, such as ``Q4_K``."""
+        return self.type.name
+
+    @property
+    def columns(self) -> int:
+        """Values per row: the last dimension (1 for a scalar)."""
+        return self.shape[-1] if self.shape else 1
+
+    @property
+    def rows(self) -> int:
+        """Number of packed rows: the product of all dimensions but the last."""
+        return math.prod(self.shape[:-1])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all packed rows."""
+        return self.rows * self.type.row_bytes(self.columns)
+
+
 @dataclass(frozen=True, eq=False)
-class QuantTensor:
+class QuantTensor(TypedRows):
     """Packed rows of one GGML type; plain floats and integers are stored the same way.
 
     Everything that is loaded is a QuantTensor, whatever the file was. Nothing here copies or
@@ -86,31 +123,6 @@ class QuantTensor:
         columns = shape[-1] if shape else 1
         rows = tensor.detach().reshape(math.prod(shape[:-1]), columns)
         return cls(rows.view(torch.uint8), ggml_type, shape)
-
-    @property
-    def type(self) -> GGMLType:
-        """The GGML type: name and geometry."""
-        return TYPES[self.ggml_type]
-
-    @property
-    def type_name(self) -> str:
-        """Name of the GGML type, such as ``Q4_K``."""
-        return self.type.name
-
-    @property
-    def columns(self) -> int:
-        """Values per row: the last dimension (1 for a scalar)."""
-        return self.shape[-1] if self.shape else 1
-
-    @property
-    def rows(self) -> int:
-        """Number of packed rows: the product of all dimensions but the last."""
-        return math.prod(self.shape[:-1])
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of ``packed``."""
-        return self.packed.numel()
 
     def __repr__(self) -> str:
         """Type, shape and size; never the values."""
