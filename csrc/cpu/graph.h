@@ -65,15 +65,17 @@ struct Recorded<kOp> {
     const std::unique_ptr<Graph*, void (*)(Graph**)> restore(&graph,
                                                              [](Graph** g) { recording = *g; });
     const UseAllocations use(&made->made);
-    if constexpr (std::is_void_v<R>) {
-      kOp(std::forward<A>(args)...);
+    const auto keep = [&] {
       made->made.recorded = true;
       graph->calls.push_back(std::move(made));
+    };
+    if constexpr (std::is_void_v<R>) {
+      kOp(std::forward<A>(args)...);
+      keep();
     } else {
       R result = kOp(std::forward<A>(args)...);
       check(made->made, result);
-      made->made.recorded = true;
-      graph->calls.push_back(std::move(made));
+      keep();
       return result;
     }
   }

@@ -105,6 +105,23 @@ struct GroupDots {
   }
 };
 
+// Adds the products of group g of the superblock at `tile`.
+template <class F, class Group, int N>
+DFLASH_INLINE void add_group(GroupDots<kDotBits<F>, Group, N>& dots, const uint8_t* tile, int g,
+                             Ints table, const Group* const (&x)[N]) {
+  using T = Tile<F>;
+  constexpr int kQuads = 64 / T::kGroups, kPlanes = kDotBits<F> == 8 ? 0 : T::kBits - 4;
+  const Ints high = kPlanes ? load_ints(tile + T::kHigh + g * kVector) : zero_ints();
+  const uint8_t* nibbles = tile + T::kNibbles + g * (kQuads / 2) * kVector;
+  DFLASH_UNROLL
+  for (int i = 0; i < kQuads / 2; ++i) {
+    Ints w[2];
+    two_quads<F>(nibbles, high, i, table, w);
+    dots.add(2 * i, w[0], x, 4 * (g * kQuads + 2 * i));
+    dots.add(2 * i + 1, w[1], x, 4 * (g * kQuads + 2 * i + 1));
+  }
+}
+
 DFLASH_INLINE Floats join_planes(const Ints (&planes)[2]) {
   return fma_lanes(to_floats(planes[0]), set1_lanes(254.f), to_floats(planes[1]));
 }
@@ -123,7 +140,6 @@ template <class F, int N>
 DFLASH_INLINE void superblock(const uint8_t* tile, const uint8_t* halves,
                               const ActGroup* const (&x)[N], Ints table, Floats (&leaf)[N]) {
   using T = Tile<F>;
-  constexpr int kQuads = 64 / T::kGroups, kPlanes = kDotBits<F> == 8 ? 0 : T::kBits - 4;
   constexpr bool kSignedScales = !T::kHasMins;
   Ints acc[N][2];
   DFLASH_UNROLL
@@ -136,15 +152,7 @@ DFLASH_INLINE void superblock(const uint8_t* tile, const uint8_t* halves,
       const int g = 4 * v + u;
       GroupDots<kDotBits<F>, ActGroup, N> dots;
       dots.clear();
-      const Ints high = kPlanes ? load_ints(tile + T::kHigh + g * kVector) : zero_ints();
-      const uint8_t* nibbles = tile + T::kNibbles + g * (kQuads / 2) * kVector;
-      DFLASH_UNROLL
-      for (int i = 0; i < kQuads / 2; ++i) {
-        Ints w[2];
-        two_quads<F>(nibbles, high, i, table, w);
-        dots.add(2 * i, w[0], x, 4 * (g * kQuads + 2 * i));
-        dots.add(2 * i + 1, w[1], x, 4 * (g * kQuads + 2 * i + 1));
-      }
+      add_group<F>(dots, tile, g, table, x);
       const Ints scale = scale_of<kSignedScales>(scales, u);
       DFLASH_UNROLL
       for (int n = 0; n < N; ++n) DFLASH_UNROLL
@@ -202,7 +210,6 @@ template <class F, int N>
 DFLASH_INLINE void superblock(const uint8_t* tile, const uint8_t* halves,
                               const Q8Group* const (&x)[N], Ints table, Floats (&leaf)[N]) {
   using T = Tile<F>;
-  constexpr int kQuads = 64 / T::kGroups, kPlanes = kDotBits<F> == 8 ? 0 : T::kBits - 4;
   constexpr int kShared = T::kGroups / kQ8Quants;  // groups with one activation scale
   Floats value[N], low[N];
   DFLASH_UNROLL
@@ -225,15 +232,7 @@ DFLASH_INLINE void superblock(const uint8_t* tile, const uint8_t* halves,
             kShared == 1 ? set1_words(-kCodeOffset<F>) : set1_ints(int(word << u % 2 * 16)), x,
             quant);
       }
-      const Ints high = kPlanes ? load_ints(tile + T::kHigh + g * kVector) : zero_ints();
-      const uint8_t* nibbles = tile + T::kNibbles + g * (kQuads / 2) * kVector;
-      DFLASH_UNROLL
-      for (int i = 0; i < kQuads / 2; ++i) {
-        Ints w[2];
-        two_quads<F>(nibbles, high, i, table, w);
-        dots.add(2 * i, w[0], x, 4 * (g * kQuads + 2 * i));
-        dots.add(2 * i + 1, w[1], x, 4 * (g * kQuads + 2 * i + 1));
-      }
+      add_group<F>(dots, tile, g, table, x);
       const Ints scale = scale_of<!T::kHasMins>(scales, u);
       DFLASH_UNROLL
       for (int n = 0; n < N; ++n) {
