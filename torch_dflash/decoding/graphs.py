@@ -124,36 +124,27 @@ class StepGraphs:
             tail: rows behind ``data`` that are the same every time.
         """
         count = data.shape[0] + (0 if tail is None else tail.shape[0])
-        cache.reserve(start + count)
-        if not self._recordable(data):
-            return self._eager(data, cache, start, run, tail)
-        if _RECORDING.on:
-            _RECORDING.abandon()
-        if cache.positions is not self._positions:  # another cache, or one that has grown
-            self.clear()
-            self._positions = cache.positions
         key = (name, count)
-        if key not in self._graphs:
-            return self._record(key, data, cache, start, run, tail)
-        graph = self._graphs[key]
+
+        def whole() -> Tensor:
+            return data if tail is None else torch.cat([data, tail])
+
+        cache.reserve(start + count)
+        recordable = self._recordable(data)
+        if recordable:
+            self._prepare(cache)
+            if key not in self._graphs:
+                with torch.inference_mode(False), torch.no_grad():  # to be written from either mode
+                    own = Rows(cache, start, count, own=True)
+                    return self._keep(key, _Graph(whole().clone(), own, run)).result
+        graph = self._graphs[key] if recordable else None
         if graph is None:
-            return self._eager(data, cache, start, run, tail)
+            return run(whole(), Rows(cache, start, count))
         (graph.data if tail is None else graph.data[: data.shape[0]]).copy_(data)
         graph.rows.move(start)
         ops.graph_replay(graph.handle)
         result: R = graph.result
         return result
-
-    @staticmethod
-    def _eager(
-        data: Tensor,
-        cache: KVCache,
-        start: int,
-        run: Callable[[Tensor, Rows], R],
-        tail: Tensor | None,
-    ) -> R:
-        whole = data if tail is None else torch.cat([data, tail])
-        return run(whole, Rows(cache, start, whole.shape[0]))
 
     def _recordable(self, data: Tensor) -> bool:
         return (
@@ -163,21 +154,17 @@ class StepGraphs:
             and _get_current_dispatch_mode() is None
         )
 
-    def _record(
-        self,
-        key: tuple[Hashable, int],
-        data: Tensor,
-        cache: KVCache,
-        start: int,
-        run: Callable[[Tensor, Rows], R],
-        tail: Tensor | None,
-    ) -> R:
-        with torch.inference_mode(False), torch.no_grad():  # to be written from either mode
-            whole = data.clone() if tail is None else torch.cat([data, tail])
-            graph = _Graph(whole, Rows(cache, start, key[1], own=True), run)
-        if self._bytes + graph.bytes > _MOST_BYTES:
-            self._graphs[key] = None
-        else:
-            self._graphs[key] = graph
-            self._bytes += graph.bytes
-        return graph.result
+    def _prepare(self, cache: KVCache) -> None:
+        """Forget what an interrupt left, and passes over other tensors than the cache's."""
+        if _RECORDING.on:
+            _RECORDING.abandon()
+        if cache.positions is not self._positions:  # another cache, or one that has grown
+            self.clear()
+            self._positions = cache.positions
+
+    def _keep(self, key: tuple[Hashable, int], graph: _Graph[R]) -> _Graph[R]:
+        """Replay it from now on, if there is room for what it keeps."""
+        fits = self._bytes + graph.bytes <= _MOST_BYTES
+        self._graphs[key] = graph if fits else None
+        self._bytes += graph.bytes if fits else 0
+        return graph

@@ -93,7 +93,8 @@ class Decoder(Module):
             counts[type(layer.mixer)] += 1
         self._counts = counts
         self.graphs = StepGraphs()
-        self._captured: tuple[int, ...] = ()
+        self._captured: tuple[int, ...] = ()  # in the order that was asked for
+        self._layers_captured: list[int] = []  # once each, as they come
         self._verified = 0  # rows of a verification that is not committed yet
         self.state = self._new_state()
 
@@ -167,6 +168,7 @@ class Decoder(Module):
                     f"{self.num_layers} layers, got {i}"
                 )
         self._captured = tuple(layer_ids)
+        self._layers_captured = sorted(set(layer_ids))
 
     def reset(self) -> None:
         """Forget the sequence, and a verification that was not committed."""
@@ -177,8 +179,8 @@ class Decoder(Module):
         """Run rows behind the committed ones: (rows as the head reads them, captured layers)."""
         hidden = self.hidden_size
         residual = self.vocabulary.embed(tokens)
-        captured = residual.new_empty(step.rows, len(set(self._captured)) * hidden)
-        places = dict(zip(sorted(set(self._captured)), captured.split(hidden, 1), strict=False))
+        captured = residual.new_empty(step.rows, len(self._layers_captured) * hidden)
+        places = dict(zip(self._layers_captured, captured.split(hidden, 1), strict=False))
         y = None
         for i, layer in enumerate(self.layers):
             u = layer.mixer_norm(y, residual, places.get(i - 1))
@@ -188,7 +190,7 @@ class Decoder(Module):
 
     def _target_hidden(self, captured: Tensor) -> Tensor:
         """The captured layers, a copy in the order that was asked for."""
-        order = sorted(set(self._captured))
+        order = self._layers_captured
         if order == [*self._captured]:
             return captured.clone() if order else captured
         layers = captured.split(self.hidden_size, 1)
