@@ -1,5 +1,6 @@
 """Published configs with their exact sizes, and the rules that configs follow."""
 
+from copy import deepcopy
 from dataclasses import fields
 
 import pytest
@@ -11,39 +12,13 @@ from torch_dflash.drafters.from_hf import config_from_hf
 from torch_dflash.drafters.rope import RopeConfig
 from torch_dflash.drafters.tensors import tensor_table
 from torch_dflash.fields import CheckpointError
+from torch_dflash.testing.published import DFLASH2_27B
 
 
 @pytest.fixture
 def dflash2_27b():
     """z-lab/Qwen3.8-27B-DFlash2."""
-    return {
-        "architectures": ["DFlash2DraftModel"],
-        "model_type": "qwen3",
-        "attention_bias": False,
-        "is_causal": False,
-        "hidden_size": 5120,
-        "intermediate_size": 17408,
-        "num_hidden_layers": 5,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "rms_norm_eps": 1e-6,
-        "vocab_size": 248320,
-        "num_target_layers": 64,
-        "layer_types": ["sliding_attention"] * 5,
-        "sliding_window": 2048,
-        "use_sliding_window": True,
-        "rope_parameters": {"rope_theta": 1e7, "rope_type": "default"},
-        "dflash_config": {
-            "block_size": 8,
-            "mask_token_id": 248070,
-            "target_layer_ids": [5, 19, 33, 47, 61],
-            "conv_kernel_size": 2,
-            "conv_group_size": 16,
-            "selector_rank": 256,
-            "selector_top_k": 16,
-        },
-    }
+    return deepcopy(DFLASH2_27B)
 
 
 @pytest.fixture
