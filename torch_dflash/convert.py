@@ -27,6 +27,7 @@ from .gguf import (
     typed_metadata,
     write_gguf,
 )
+from .gguf.writer import check_other_file
 from .hf import CheckpointError, open_safetensors, read_config
 
 __all__ = ["convert_drafter", "convert_target", "prepare_drafter"]
@@ -83,7 +84,7 @@ def convert_drafter(
     Args:
         source: a folder in the layout of z-lab, speculators or DSpark, or a GGUF file of any
             layout.
-        path: the file; it appears complete or not at all.
+        path: another file than these two; it appears complete or not at all.
         target: GGUF or folder of its target. The file gets its tokenizer, without which llama.cpp
             does not load it, and what the drafter leaves to it; that they match is checked.
         outtype: ``f32``, ``f16``, ``bf16``, ``q8_0``, ``q6_k``, ``q5_k``, ``q4_k``, ``iq4_xs`` or
@@ -96,7 +97,7 @@ def convert_drafter(
 
     Raises:
         CheckpointError, GGUFError: not a drafter, one that does not match the target, or one that
-            the format cannot express.
+            the format cannot express; ``path`` is ``source`` or ``target``.
         OSError: the file cannot be written.
     """
     source = Path(source)
@@ -106,6 +107,7 @@ def convert_drafter(
         )
     if layout not in ("upstream", "lucebox"):
         raise CheckpointError(f"{path}: layout must be upstream or lucebox, got {layout!r}")
+    check_other_file(Path(path), source, target)
     checkpoint = _read(source, target, overrides)
     own: dict[str, Typed] = {}
     if checkpoint.format == "gguf":

@@ -1,6 +1,5 @@
 """GGUF files to GGUF files of other types, targets and drafters."""
 
-import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -15,6 +14,7 @@ from .dtypes import bits_per_weight
 from .gguf import GGUFError, GGUFFile, Progress, QuantTensor, Typed, typed_metadata, write_gguf
 from .gguf.deferred import Stored, retyped
 from .gguf.types import TYPES
+from .gguf.writer import check_other_file
 
 __all__ = ["Requantized", "requantize"]
 
@@ -88,8 +88,7 @@ def requantize(
     chosen, spare = _type_name(path, "outtype", outtype), _type_name(path, "fallback", fallback)
     rules = [_rule(path, pattern, name) for pattern, name in tensor_types]
     with GGUFFile.open(source) as file:
-        if path.exists() and os.path.samefile(source, path):
-            raise GGUFError(f"{path}: must be another file than the source; name a new one")
+        check_other_file(path, source)
         plan = _Plan(file, chosen, spare, rules)
         metadata = typed_metadata(file)
         if "general.file_type" in metadata:

@@ -127,6 +127,21 @@ def test_errors_are_one_line(files, tmp_path, capsys, argv, said):
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.parametrize("written", ["source", "target", "link"])
+def test_what_is_read_is_never_written_over(tmp_path, capsys, written):
+    paths = {name: tmp_path / f"{name}.gguf" for name in ("source", "target", "link")}
+    shutil.copy(ASSETS / "dflash.gguf", paths["source"])
+    shutil.copy(ASSETS / "target.gguf", paths["target"])
+    paths["link"].hardlink_to(paths["source"])
+    before = {name: path.read_bytes() for name, path in paths.items()}
+    argv = ["convert", paths["source"], "-o", paths[written], "--target", paths["target"]]
+    assert main([*map(str, argv), "--outtype", "q4_0"]) == 1
+    error = capsys.readouterr().err.strip()
+    assert error.endswith(f"{written}.gguf: must be another file than the source; name a new one")
+    assert {name: path.read_bytes() for name, path in paths.items()} == before
+    assert len([*tmp_path.iterdir()]) == 3
+
+
 def test_a_terminal_sees_a_bar(files, tmp_path, monkeypatch):
     from torch_dflash.cli import progress
 

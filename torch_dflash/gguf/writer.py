@@ -14,7 +14,7 @@ from .deferred import Stored, pieces_of
 from .header import GGUFArray, GGUFError
 from .reader import GGUFFile
 
-__all__ = ["Progress", "Typed", "error_about", "typed_metadata", "write_gguf"]
+__all__ = ["Progress", "Typed", "check_other_file", "error_about", "typed_metadata", "write_gguf"]
 
 # the tensor that is written now, and how many of how many bytes are
 Progress = Callable[[str, int, int], None]
@@ -37,6 +37,17 @@ class Typed(NamedTuple):
 
     type: str
     value: Any
+
+
+def check_other_file(path: Path, *sources: str | os.PathLike[str] | None) -> None:
+    """Refuse to write over a file that is read, whose only copy that may be.
+
+    Raises:
+        GGUFError: ``path`` is one of ``sources``, under this name or another.
+    """
+    read = [source for source in sources if source is not None and os.path.exists(source)]
+    if path.exists() and any(os.path.samefile(source, path) for source in read):
+        raise GGUFError(f"{path}: must be another file than the source; name a new one")
 
 
 def typed_metadata(file: GGUFFile) -> dict[str, Typed]:
