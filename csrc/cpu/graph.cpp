@@ -47,7 +47,12 @@ std::shared_ptr<Graph> find(const char* op, int64_t handle) {
 
 void graph_replay(int64_t handle) {
   STD_TORCH_CHECK(!recording, kReplay, ": a graph is being recorded on this thread");
-  for (const auto& call : find(kReplay, handle)->calls) call->run();
+  const std::shared_ptr<Graph> graph = find(kReplay, handle);
+  STD_TORCH_CHECK(!graph->running.exchange(true, std::memory_order_acquire), kReplay,
+                  ": handle must not be replayed by two threads at once, got ", handle);
+  const std::unique_ptr<Graph, void (*)(Graph*)> done(
+      graph.get(), [](Graph* g) { g->running.store(false, std::memory_order_release); });
+  for (const auto& call : graph->calls) call->run();
 }
 
 int64_t graph_bytes(int64_t handle) {

@@ -4,6 +4,7 @@
 #pragma once
 #include <torch/csrc/stable/tensor.h>
 
+#include <atomic>
 #include <memory>
 #include <tuple>
 #include <type_traits>
@@ -24,6 +25,7 @@ struct GraphCall {
 
 struct Graph {
   std::vector<std::unique_ptr<GraphCall>> calls;
+  std::atomic<bool> running{false};  // two replays at once would hand out the wrong tensors
 };
 
 inline thread_local Graph* recording = nullptr;

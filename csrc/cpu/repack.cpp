@@ -21,7 +21,7 @@ void fill_with_zeros(uint8_t* from, const uint8_t* end) {
 int64_t repack_bytes(int64_t ggml_type, int64_t rows, int64_t columns) {
   constexpr const char* op = "dflash::repack_bytes";
   quant_of(op, ggml_type, columns);
-  STD_TORCH_CHECK(rows >= 0, op, ": rows must not be negative, got ", rows);
+  check_weight_rows(op, rows, columns, 0);
   return repacked_bytes(ggml_type, rows, columns);
 }
 
@@ -58,7 +58,7 @@ Tensor repack(const Tensor& packed, int64_t ggml_type, int64_t columns) {
 Tensor unpack(const Tensor& weight, int64_t ggml_type, int64_t rows, int64_t columns) {
   constexpr const char* op = "dflash::unpack";
   const QuantGeometry quant = quant_of(op, ggml_type, columns);
-  STD_TORCH_CHECK(rows >= 0, op, ": rows must not be negative, got ", rows);
+  check_weight_rows(op, rows, columns, 0);
   check_weight(op, weight, repacked_bytes(ggml_type, rows, columns));
   const int64_t row_bytes = columns / quant.elems * quant.bytes;
   Tensor out = new_empty(weight, {rows, row_bytes}, ScalarType::Byte);

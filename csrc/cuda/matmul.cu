@@ -65,7 +65,7 @@ Tensor repack(const Tensor& packed, int64_t ggml_type, int64_t columns) {
 Tensor unpack(const Tensor& weight, int64_t ggml_type, int64_t rows, int64_t columns) {
   constexpr const char* op = "dflash::unpack";
   const QuantGeometry quant = quant_of(op, ggml_type, columns);
-  STD_TORCH_CHECK(rows >= 0, op, ": rows must not be negative, got ", rows);
+  check_weight_rows(op, rows, columns, 0);
   check_weight(op, weight, cpu::repacked_bytes(ggml_type, rows, columns));
   const int64_t row_bytes = columns / quant.elems * quant.bytes;
   Tensor out = new_empty(weight, {rows, row_bytes}, ScalarType::Byte);

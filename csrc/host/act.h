@@ -8,9 +8,9 @@
 namespace dflash {
 
 // Bytes of one row of activations.
-inline int64_t act_bytes(int64_t columns, int64_t act_mode) {
-  constexpr const char* op = "dflash::act_bytes";
-  STD_TORCH_CHECK(columns > 0, op, ": columns must be positive, got ", columns);
+inline int64_t act_bytes(const char* op, int64_t columns, int64_t act_mode) {
+  STD_TORCH_CHECK(columns > 0 && columns <= kMostValues, op, ": columns must be 1 to 2^48, got ",
+                  columns);
   STD_TORCH_CHECK(act_mode == 0 || act_mode == kActPlanes || act_mode == kActQ8_1, op,
                   ": act_mode must be 0 (float32), 1 (two int8 planes) or 2 (Q8_1), got ",
                   act_mode);
@@ -30,8 +30,9 @@ inline int64_t act_mode_of(const Tensor& x) {
 
 // The output of an operator that emits activations: float32 [rows, columns], planes as uint8 or
 // Q8_1 as int8 [rows, act_bytes].
-inline Tensor new_activations(const Tensor& like, int64_t rows, int64_t columns, int64_t act_mode) {
-  const int64_t bytes = act_bytes(columns, act_mode);
+inline Tensor new_activations(const char* op, const Tensor& like, int64_t rows, int64_t columns,
+                              int64_t act_mode) {
+  const int64_t bytes = act_bytes(op, columns, act_mode);
   return act_mode == 0 ? new_empty(like, {rows, columns}, ScalarType::Float)
                        : new_empty(like, {rows, bytes}, kActTypes.begin()[act_mode]);
 }
@@ -48,7 +49,8 @@ inline QuantActPlan plan_quant_act(const Tensor& x, int64_t act_mode) {
   STD_TORCH_CHECK(x.size(1) > 0, op, ": x must have at least one column, got shape ", shape_str(x));
   STD_TORCH_CHECK(x.stride(1) == 1 || x.size(1) == 1, op,
                   ": rows of x must be dense (last stride 1), got last stride ", x.stride(1));
-  return {x.size(0), x.size(1), x.stride(0), new_activations(x, x.size(0), x.size(1), act_mode)};
+  return {x.size(0), x.size(1), x.stride(0),
+          new_activations(op, x, x.size(0), x.size(1), act_mode)};
 }
 
 }  // namespace dflash

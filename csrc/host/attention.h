@@ -81,7 +81,7 @@ inline AttentionPlan plan_attention(const Tensor& q, const Tensor& k_cache, cons
                     ": gate must be dense in its last dimension, got stride ", gate->stride(2));
     plan.gate_stride = {gate->stride(0), gate->stride(1)};
   }
-  plan.out = new_activations(q, plan.rows, plan.heads * plan.head_dim, act_mode);
+  plan.out = new_activations(op, q, plan.rows, plan.heads * plan.head_dim, act_mode);
   return plan;
 }
 

@@ -70,7 +70,7 @@ inline void check_conv_values(const ConvArgs& args) {
                     args.taps - 2 + n, " columns wide for sequence ", s, " of ", n,
                     " rows (taps - 2 + rows), got ", args.width);
     if (args.num_accepted)
-      STD_TORCH_CHECK(std::max(args.num_accepted[s], 1) + args.taps - 2 <= args.width, op,
+      STD_TORCH_CHECK(args.num_accepted[s] <= args.width - args.taps + 2, op,
                       ": num_accepted must be at most ", args.width - args.taps + 2,
                       " with a state ", args.width, " columns wide, got ", args.num_accepted[s],
                       " at ", s);

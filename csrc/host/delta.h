@@ -91,7 +91,7 @@ inline DeltaPlan plan_delta(const char* op, DeltaMode mode, const DeltaInputs& i
       mode == DeltaMode::kSnapshots
           ? int_data(op, "state_indices", slots, "[sequences, columns]", {sequences, columns}, like)
           : int_data(op, "slots", slots, "[sequences]", {sequences}, like);
-  plan.out = new_activations(in.mixed, rows, v_heads * v_dim, in.act_mode);
+  plan.out = new_activations(op, in.mixed, rows, v_heads * v_dim, in.act_mode);
   plan.act_mode = in.act_mode;
   if (plan.act_mode == 0) args.out = plan.out.mutable_data_ptr<float>();
   return plan;

@@ -42,7 +42,7 @@ inline GroupedConvPlan plan_grouped_conv(const Tensor& x, const Tensor& coef, co
           taps,
           groups,
           cu_seqlens.size(0) - 1,
-          new_activations(x, rows, columns, act_mode)};
+          new_activations(op, x, rows, columns, act_mode)};
 }
 
 struct SelectorPlan {

@@ -24,6 +24,13 @@ inline QuantGeometry quant_of(const char* op, int64_t type, int64_t columns) {
   return quant;
 }
 
+// Positive, and few enough that no product with the bytes of a value overflows.
+inline void check_weight_rows(const char* op, int64_t rows, int64_t columns, int64_t least = 1) {
+  STD_TORCH_CHECK(rows >= least, op, ": rows must be at least ", least, ", got ", rows);
+  STD_TORCH_CHECK(columns <= kMostValues && rows <= kMostValues / columns, op, ": rows times the ",
+                  columns, " columns must be at most 2^48, got ", rows, " rows");
+}
+
 struct RepackPlan {
   int64_t rows, row_bytes;
 };
@@ -64,7 +71,7 @@ inline MatmulInput check_matmul_input(const char* op, const Tensor& x, const Ten
   check_same_device(op, "weight", weight, x);
   const int64_t act_mode = act_mode_of(x);
   STD_TORCH_CHECK(columns > 0, op, ": columns must be positive, got ", columns);
-  const int64_t width = act_mode == 0 ? columns : act_bytes(columns, act_mode);
+  const int64_t width = act_mode == 0 ? columns : act_bytes(op, columns, act_mode);
   constexpr const char* kNames[] = {"float32", "packed (uint8: planes)", "packed (int8: Q8_1)"};
   STD_TORCH_CHECK(x.size(1) == width, op, ": ", kNames[act_mode], " x must be [rows, ", width,
                   "] for ", columns, " columns, got shape ", shape_str(x));
@@ -91,7 +98,7 @@ inline QmmPlan plan_qmm(const Tensor& x, const Tensor& weight, const std::vector
   int64_t bytes = 0;
   for (size_t s = 0; s < types.size(); ++s) {
     quant_of(op, types[s], columns);
-    STD_TORCH_CHECK(rows[s] > 0, op, ": rows must be positive, got ", rows[s]);
+    check_weight_rows(op, rows[s], columns);
     plan.byte_offsets.push_back(bytes);
     bytes += segment_bytes(types[s], rows[s], columns);
     plan.total_rows += rows[s];
@@ -122,11 +129,11 @@ inline QmmGluPlan plan_qmm_glu(const Tensor& x, const Tensor& weight,
   const MatmulInput input = check_matmul_input(op, x, weight, columns);
   STD_TORCH_CHECK(types.size() == 2, op, ": types must be those of gate and up, got ", types.size(),
                   " types");
-  STD_TORCH_CHECK(rows > 0, op, ": rows must be positive, got ", rows);
+  check_weight_rows(op, rows, columns);
   for (int64_t type : types) quant_of(op, type, columns);
   const int64_t up_offset = segment_bytes(types[0], rows, columns);
   check_weight(op, weight, up_offset + segment_bytes(types[1], rows, columns));
-  return {input, up_offset, new_activations(x, input.rows, rows, act_mode)};
+  return {input, up_offset, new_activations(op, x, input.rows, rows, act_mode)};
 }
 
 }  // namespace dflash

@@ -53,7 +53,7 @@ inline NormPlan plan_add_rms_norm(const OptionalTensor& x, const Tensor& residua
   args.eps = float(eps);
   args.plus_one = plus_one;
   args.act_mode = act_mode;
-  plan.out = new_activations(residual, rows, columns, act_mode);
+  plan.out = new_activations(op, residual, rows, columns, act_mode);
   if (act_mode == 0)
     args.out = plan.out.mutable_data_ptr<float>();
   else

@@ -155,7 +155,7 @@ def test_instruction_sets_agree(act_mode):
         (torch.zeros(3), 1, r"quant_act: x must be \[rows, columns\], got shape \[3\]"),
         (torch.zeros(3, 4, dtype=torch.int32), 1, "x must have dtype Float or Half or BFloat16"),
         (torch.zeros(3, 4), 3, r"act_mode must be 0 .*, 1 .* or 2 \(Q8_1\), got 3"),
-        (torch.zeros(3, 4), 7, "act_mode must be 0 .* got 7"),
+        (torch.zeros(3, 4), 7, "quant_act: act_mode must be 0 .* got 7"),
         (torch.zeros(3, 0), 1, r"at least one column, got shape \[3, 0\]"),
         (torch.zeros(4, 3).t(), 1, "last stride 1"),
     ],
@@ -163,3 +163,9 @@ def test_instruction_sets_agree(act_mode):
 def test_errors(x, mode, message):
     with pytest.raises(RuntimeError, match=message):
         ops.quant_act(x, mode)
+
+
+def test_bytes_that_would_overflow():
+    for mode in (0, 1):
+        with pytest.raises(RuntimeError, match=r"act_bytes: columns must be 1 to 2.48, got 4611"):
+            ops.act_bytes(2**62, mode)

@@ -255,6 +255,7 @@ def test_row_37_wrong_ranks_and_orders_raise():
         ({"slots": ints(1, 4)}, r"slots must be below state's slots, 4, got 4 at 1"),
         ({"num_accepted": ints(1)}, r"num_accepted must be \[sequences\] = \[2\]"),
         ({"num_accepted": ints(1, 4)}, r"num_accepted must be at most 3"),
+        ({"num_accepted": ints(1, 2**31 - 1)}, r"num_accepted must be at most 3 .* got 2147483647"),
         ({"cu_seqlens": ints()}, r"cu_seqlens must be \[sequences \+ 1\], got shape \[0\]"),
         ({"cu_seqlens": torch.zeros(1, 3).int()}, r"cu_seqlens must be \[sequences \+ 1\]"),
         ({"cu_seqlens": ints(1, 1, 3)}, r"cu_seqlens must start at 0, got 1"),

@@ -1,6 +1,7 @@
 """Graphs of operator calls: what is recorded, what a replay reads and writes, what is refused."""
 
 import gc
+import threading
 
 import pytest
 import torch
@@ -101,3 +102,44 @@ def test_misuse_is_named():
     for call in (ops.graph_replay, ops.graph_bytes, ops.graph_free):
         with pytest.raises(RuntimeError, match=f"handle must be one of graph_end .* got {handle}"):
             call(handle)
+
+
+def test_two_threads_replay_one_graph_in_turn_or_are_refused():
+    """The results of different calls have different sizes: mixed up, they would be overrun."""
+
+    def run():
+        for columns in (256, 8, 4096, 16):
+            ops.quant_act(torch.ones(64, columns), 1)
+
+    _, handle = record(run)
+    said, ran = set(), []
+
+    def work():
+        for _ in range(300):
+            try:
+                ops.graph_replay(handle)
+                ran.append(1)
+            except RuntimeError as error:
+                said.add(str(error).split("dflash::")[1].split(", got")[0])
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    ops.graph_replay(handle)  # it is free again
+    ops.graph_free(handle)
+    assert ran
+    assert said <= {"graph_replay: handle must not be replayed by two threads at once"}
+
+
+def test_a_replay_that_failed_lets_the_next_run():
+    x = torch.zeros(1, 4)
+    _, handle = record(lambda: ops.head_topk(x, 1, 1.0, 0.0))
+    for _ in range(2):
+        x.fill_(float("nan"))
+        with pytest.raises(RuntimeError, match="logits must not hold NaN"):
+            ops.graph_replay(handle)
+    x.fill_(1.0)
+    ops.graph_replay(handle)
+    ops.graph_free(handle)

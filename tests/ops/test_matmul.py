@@ -271,7 +271,8 @@ X = torch.zeros(2, 256)
             r"float32 x must be \[rows, 128\] .* got shape \[2, 256",
         ),
         ((X[:, :32].contiguous(), bytes_(64), [12], [16], 32), "positive multiple of 256"),
-        ((X, bytes_(64), [12], [0], 256), "rows must be positive, got 0"),
+        ((X, bytes_(64), [12], [0], 256), "rows must be at least 1, got 0"),
+        ((X, bytes_(64), [12], [2**60], 256), "qmm: rows times the 256 columns must be at most"),
         (
             (bytes_(500)[None], bytes_(64), [12], [16], 256),
             r"packed \(uint8: planes\) x must be \[rows, 592\] for 256 columns, got shape \[1, 500",
@@ -299,6 +300,10 @@ def test_errors(args, message):
 def test_glu_errors():
     with pytest.raises(RuntimeError, match="types must be those of gate and up, got 1 types"):
         ops.qmm_glu(X, bytes_(64), [12], 16, 256, 0)
+    weight, _ = stacked([8, 8], [3, 3], 32)
+    # tiles of this many rows had, by overflow, the size of this weight
+    with pytest.raises(RuntimeError, match=r"qmm_glu: rows times the 32 columns must be at most"):
+        ops.qmm_glu(X[:, :32].contiguous(), weight, [8, 8], 2**63 - 1, 32, 0)
     with pytest.raises(RuntimeError, match=r"act_mode must be 0 .* or 2 \(Q8_1\), got 3"):
         ops.qmm_glu(X, bytes_(2 * 2368), [12, 12], 16, 256, 3)
 

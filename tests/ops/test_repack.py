@@ -66,7 +66,17 @@ def test_types_are_gguf_numbers():
     [
         (lambda: ops.repack_bytes(99, 1, 32), "repack_bytes: no quant format has ggml type 99"),
         (lambda: ops.repack_bytes(12, 1, 32), "columns must be a positive multiple of 256"),
-        (lambda: ops.repack_bytes(8, -1, 32), "rows must not be negative, got -1"),
+        (lambda: ops.repack_bytes(8, -1, 32), "rows must be at least 0, got -1"),
+        (
+            lambda: ops.repack_bytes(8, 2**63 - 1, 32),
+            "repack_bytes: rows times the 32 columns must",
+        ),
+        (lambda: ops.repack_bytes(0, 2**31, 2**31), "repack_bytes: rows times the .* at most 2.48"),
+        (lambda: ops.repack_bytes(0, 1, 2**62), "repack_bytes: rows times the .* got 1 rows"),
+        (
+            lambda: ops.unpack(torch.zeros(0, dtype=torch.uint8), 0, 2**61, 2**3),
+            "unpack: rows times the 8 columns must be at most 2.48, got 2305843009213693952 rows",
+        ),
         (
             lambda: ops.repack(torch.zeros(2, 35, dtype=torch.uint8), 8, 32),
             "repack: 32 values of ggml type 8 take 34 bytes a row, got 35",
