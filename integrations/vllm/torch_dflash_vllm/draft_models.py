@@ -116,6 +116,23 @@ class _Common:
         return ids if offsets is None else ids + offsets[ids]
 
 
+class _Blocks(_Common):
+    """For kinds whose rows depend on each other within a block."""
+
+    block: Block
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, inputs_embeds: Tensor | None = None
+    ) -> Tensor:
+        """One pass over the blocks."""
+        if not input_ids.is_cuda:
+            self.block.begin(input_ids)
+        hidden: Tensor = super().forward(  # type: ignore[misc]
+            input_ids, positions, inputs_embeds
+        )
+        return hidden
+
+
 class ScaledDFlashModel(DFlashQwen3Model):
     """DFlash's backbone; vLLM reads ``input_embedding_scale`` for DFlash2 only."""
 
@@ -189,7 +206,7 @@ class BlockConvModel(DFlash2Qwen3Model):
     decoder_layer_cls = BlockConvLayer
 
 
-class DFlash2(_Common, DFlash2Qwen3ForCausalLM):
+class DFlash2(_Blocks, DFlash2Qwen3ForCausalLM):
     """DFlash2, with its candidate selector on the V1 runner too."""
 
     model_cls = BlockConvModel
@@ -200,14 +217,6 @@ class DFlash2(_Common, DFlash2Qwen3ForCausalLM):
         self.block = Block(1 + vllm_config.speculative_config.num_speculative_tokens)
         for layer in self.model.layers:
             layer.block = self.block
-
-    def forward(
-        self, input_ids: Tensor, positions: Tensor, inputs_embeds: Tensor | None = None
-    ) -> Tensor:
-        """One pass over the blocks."""
-        if not input_ids.is_cuda:
-            self.block.begin(input_ids)
-        return super().forward(input_ids, positions, inputs_embeds)
 
     def compute_candidates(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """``(ids, values)`` of the candidates of every row ``[rows, top_k]``; for the V2 runner."""
@@ -236,7 +245,7 @@ class DFlash2(_Common, DFlash2Qwen3ForCausalLM):
         return tokens.view(-1)
 
 
-class DSpark(_Common, Qwen3DSparkForCausalLM):
+class DSpark(_Blocks, Qwen3DSparkForCausalLM):
     """DSpark, with its Markov chain on the V1 runner too."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
@@ -251,14 +260,6 @@ class DSpark(_Common, Qwen3DSparkForCausalLM):
         """Load, and forget what was derived from older weights."""
         self._chain = None
         return super().load_weights(weights)
-
-    def forward(
-        self, input_ids: Tensor, positions: Tensor, inputs_embeds: Tensor | None = None
-    ) -> Tensor:
-        """One pass over the blocks."""
-        if not input_ids.is_cuda:
-            self.block.begin(input_ids)
-        return super().forward(input_ids, positions, inputs_embeds)
 
     def _tables(self) -> tuple[Any, ...]:
         if self._chain is None:
