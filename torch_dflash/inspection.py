@@ -41,8 +41,8 @@ def inspect_file(
         counting and ``target`` besides.
 
     Raises:
-        GGUFError, CheckpointError, OSError: the file is damaged or not there. A whole file that
-            cannot be used is no error: ``usable`` says why.
+        GGUFError, CheckpointError, OSError: the file is damaged or not there, or ``target`` was
+            given with a target. A whole file that cannot be used is no error: ``usable`` says why.
     """
     path = Path(path)
     shape = None if target is None else target_shape(target)
@@ -52,6 +52,8 @@ def inspect_file(
         architecture = file.architecture
     if is_drafter_arch(architecture):
         return _drafter(path, shape, tensors)
+    if target is not None:
+        raise CheckpointError(f"{path}: must be a drafter to hold against a target, got a target")
     return _target(path, tensors)
 
 

@@ -181,6 +181,13 @@ def test_inspect_against_a_target(files, capsys):
     assert "target layers" in out
 
 
+def test_inspect_holds_no_target_against_a_target(files, capsys):
+    path = files / "target.gguf"
+    status, out, err = run(capsys, "inspect", path, "--target", path)
+    assert (status, out) == (1, "")
+    assert err.endswith(f"{path}: must be a drafter to hold against a target, got a target\n")
+
+
 def test_inspect_says_what_others_leave_out(files, tmp_path, capsys):
     config = json.loads((files / "dflash/config.json").read_text())
     config |= {"final_logit_softcapping": 20.0, "is_causal": None, "sliding_window": 64}
