@@ -1,4 +1,4 @@
-// The 32 virtual lanes of core/reduce.h as threads of a warp, and the one #ifdef of this folder. A
+// The 32 virtual lanes of core/reduce.h as threads of a warp, and the #ifdefs of this folder. A
 // kernel that uses them lets whole warps leave early, never single threads.
 #pragma once
 #include "core/reduce.h"
@@ -32,6 +32,22 @@ __device__ inline int dot4(int a, int b, int c) {
   return c;
 #else
   return __dp4a(a, b, c);
+#endif
+}
+
+// A kernel may be launched while the one in front of it on the stream still runs (launch_pdl). This
+// waits for that one's end; all that earlier kernels wrote is then visible.
+__device__ inline void wait_for_earlier() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// The next kernel may be launched once every block has called this or ended. It says nothing about
+// what this kernel has written: that is for the next one's wait_for_earlier().
+__device__ inline void let_next_begin() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
