@@ -1,8 +1,8 @@
 """From a GGUF file to a running target."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from os import PathLike
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -16,17 +16,28 @@ from .layers import Attention, FeedForward, GatedDeltaNet
 from .rows import neox_qk, split_qkv
 from .state import GDNShape, StateKind
 
-__all__ = ["Activations", "load_target"]
+__all__ = ["Activations", "TensorSource", "build_target", "load_target"]
 
 Config = DenseConfig | Qwen35Config
 Activations = Literal["planes", "q8_1"]
 _PACKED_MODES: Final = {"planes": ACT_PLANES, "q8_1": ACT_Q8_1}
 
 
+class TensorSource(Protocol):
+    """Where a target's tensors come from, under their GGUF names: an open file, as a rule."""
+
+    @property
+    def tensors(self) -> Container[str]:
+        """Names of all tensors."""
+
+    def tensor(self, name: str) -> QuantTensor:
+        """The tensor of that name."""
+
+
 class _Block:
     """The tensors of one layer, and the activations that they read where they are quantized."""
 
-    def __init__(self, file: GGUFFile, index: int, packed_mode: int) -> None:
+    def __init__(self, file: TensorSource, index: int, packed_mode: int) -> None:
         self._file, self._prefix, self.packed_mode = file, f"blk.{index}.", packed_mode
 
     def weight(self, name: str) -> QuantTensor:
@@ -70,36 +81,61 @@ def load_target(
         CheckpointError: its architecture, keys or tensors are not supported.
         ValueError: a dtype, state kind or kind of activations that does not exist.
     """
+    with GGUFFile.open(path) as file:
+        return build_target(
+            read_target_config(file),
+            file,
+            state=state,
+            kv_dtype=kv_dtype,
+            state_dtype=state_dtype,
+            activations=activations,
+        )
+
+
+def build_target(
+    config: Config,
+    source: TensorSource,
+    *,
+    state: StateKind = "journal",
+    kv_dtype: torch.dtype = torch.float32,
+    state_dtype: torch.dtype = torch.float32,
+    activations: Activations = "planes",
+) -> Decoder:
+    """What :func:`load_target` makes of a file: a target of this config.
+
+    Args:
+        config: of the target.
+        source: has every tensor that the config asks for (``models.tensors.target_table``).
+        state, kv_dtype, state_dtype, activations: as of :func:`load_target`.
+
+    Raises:
+        ValueError: a dtype, state kind or kind of activations that does not exist.
+    """
     _check("state", state, ("journal", "snapshots"))
     _check("kv_dtype", kv_dtype, (torch.float32, torch.float16, torch.bfloat16))
     _check("state_dtype", state_dtype, (torch.float32, torch.bfloat16))
     _check("activations", activations, tuple(_PACKED_MODES))
     packed_mode = _PACKED_MODES[activations]
-    with GGUFFile.open(path) as file:
-        config = read_target_config(file)
-        head = None if config.tied else file.tensor("output.weight")
-        gdn = None
-        if isinstance(config, Qwen35Config):
-            gdn = GDNShape(
-                k_heads=config.num_key_heads,
-                v_heads=config.num_value_heads,
-                k_dim=config.key_head_dim,
-                v_dim=config.value_head_dim,
-                taps=config.conv_kernel,
-            )
-        model = Decoder(
-            Vocabulary(file.tensor("token_embd.weight"), head, packed_mode),
-            [
-                _layer(config, gdn, _Block(file, i, packed_mode), i)
-                for i in range(config.num_layers)
-            ],
-            file.tensor("output_norm.weight").to_dense().float(),
-            config.rms_norm_eps,
-            gdn,
-            kv_dtype,
-            state,
-            state_dtype,
+    gdn = None
+    if isinstance(config, Qwen35Config):
+        gdn = GDNShape(
+            k_heads=config.num_key_heads,
+            v_heads=config.num_value_heads,
+            k_dim=config.key_head_dim,
+            v_dim=config.value_head_dim,
+            taps=config.conv_kernel,
         )
+    head = None if config.tied else source.tensor("output.weight")
+    model = Decoder(
+        Vocabulary(source.tensor("token_embd.weight"), head, packed_mode),
+        [_layer(config, gdn, _Block(source, i, packed_mode), i) for i in range(config.num_layers)],
+        source.tensor("output_norm.weight").to_dense().float(),
+        config.rms_norm_eps,
+        gdn,
+        kv_dtype,
+        state,
+        state_dtype,
+    )
     model.config = config
     return model
 

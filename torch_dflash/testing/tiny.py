@@ -24,6 +24,12 @@ _SCALES = {
     _Q.Q5_K: [(0, 1 / 390.0), (2, 15.5 / 390.0)],
     _Q.Q6_K: [(208, 1 / 1370.0)],
     _Q.IQ4_XS: [(0, 1 / 1150.0)],
+    _Q.Q2_K: [(80, 1 / 14.0), (82, 1.5 / 14.0)],
+    _Q.Q3_K: [(108, 1 / 43.0)],
+    _Q.IQ2_XXS: [(0, 1 / 53.0)],
+    _Q.IQ2_XS: [(0, 1 / 56.0)],
+    _Q.IQ3_XXS: [(0, 1 / 143.0)],
+    _Q.IQ3_S: [(0, 1 / 140.0)],
 }
 BYTES = [chr(c) for c in [*range(33, 127), *range(161, 173), *range(174, 256)]] + [
     chr(256 + n) for n in range(68)
@@ -33,26 +39,28 @@ BYTES = [chr(c) for c in [*range(33, 127), *range(161, 173), *range(174, 256)]] 
 def random_quant(
     rows: int, columns: int, ggml_type: int, generator: torch.Generator, std: float
 ) -> QuantTensor:
-    """Random weights of about the given standard deviation.
+    """Random weights of about the given standard deviation, on the generator's device.
 
     Args:
         rows, columns: shape.
-        ggml_type: F32, F16, BF16, Q4_0, Q8_0, Q4_K, Q5_K, Q6_K or IQ4_XS.
+        ggml_type: F32, F16, BF16, Q4_0, Q8_0, Q2_K to Q6_K, IQ2_XXS, IQ2_XS, IQ3_XXS, IQ3_S or
+            IQ4_XS.
         generator: source of randomness.
         std: of the values.
     """
-    kind = _Q(ggml_type)
+    kind, device = _Q(ggml_type), generator.device
     if kind in (_Q.F32, _Q.F16, _Q.BF16):
         dtype = {_Q.F32: torch.float32, _Q.F16: torch.float16, _Q.BF16: torch.bfloat16}[kind]
         return QuantTensor.from_tensor(
-            torch.randn(rows, columns, generator=generator).mul(std).to(dtype)
+            torch.randn(rows, columns, generator=generator, device=device).mul(std).to(dtype)
         )
     elems, size = GGML_QUANT_SIZES[kind]
+    quants = rows, columns // elems
     packed = torch.randint(
-        0, 256, (rows, columns // elems, size), dtype=torch.uint8, generator=generator
+        0, 256, (*quants, size), dtype=torch.uint8, generator=generator, device=device
     )
     for offset, factor in _SCALES[kind]:
-        d = torch.rand(rows, columns // elems, 1, generator=generator).add(0.5).mul(std * factor)
+        d = torch.rand(*quants, 1, generator=generator, device=device).add(0.5).mul(std * factor)
         packed[..., offset : offset + 2] = d.to(torch.float16).view(torch.uint8)
     return QuantTensor(packed.view(rows, -1), int(kind), (rows, columns))
 
