@@ -8,16 +8,16 @@ from typing import Any
 __all__ = ["plot"]
 
 Json = dict[str, Any]
+_BROKEN = ("--", ":", "-.", (0, (5, 5)))
 
 
 def _matmul(axis: Any, records: list[Json], title: str) -> None:
-    """Fraction of S over rows, a line per type; peers dashed, in the colour of their type."""
-    colours: dict[str, Any] = {}
+    """Fraction of S over rows, a line per type; peers broken, in the colour of their type."""
+    styles = dict(zip(sorted({p for r in records for p in r["peers"]}), _BROKEN, strict=False))
     for kind in dict.fromkeys(r["type"] for r in records):
         rows = [r for r in records if r["type"] == kind]
         n = [r["n"] for r in rows]
         (drawn,) = axis.plot(n, [r["stream_ratio"] for r in rows], marker="o", label=kind)
-        colours[kind] = drawn.get_color()
         for peer in dict.fromkeys(p for r in rows for p in r["peers"]):
             points = [
                 (r["n"], r["peers"][peer]["gbps"] / r["stream"]["gbps"])
@@ -25,13 +25,31 @@ def _matmul(axis: Any, records: list[Json], title: str) -> None:
                 if "gbps" in r["peers"].get(peer, {})
             ]
             if points:
-                axis.plot(*zip(*points, strict=True), linestyle="--", linewidth=0.8,
-                          color=colours[kind])  # fmt: skip
-    axis.set(
-        title=title, xscale="log", xlabel="rows", ylabel="packed bytes/s over S", ylim=(0, None)
-    )
+                axis.plot(
+                    *zip(*points, strict=True),
+                    linestyle=styles[peer],
+                    linewidth=0.8,
+                    color=drawn.get_color(),
+                )
+    axis.set(title=title, xscale="log", xlabel="rows", ylabel="packed bytes/s over S")
+    axis.set_ylim(bottom=0)
     axis.set_xticks(sorted({r["n"] for r in records}), sorted({r["n"] for r in records}))
-    axis.legend(fontsize=6, ncol=2)
+    axis.minorticks_off()
+    named = axis.get_legend_handles_labels()
+    for peer, style in styles.items():
+        named[0].append(axis.plot([], [], linestyle=style, color="grey")[0])
+        named[1].append(peer)
+    axis.legend(*named, fontsize=6, ncol=2)
+
+
+def _steps(axis: Any, records: list[Json]) -> None:
+    """Fraction of each step's byte floor, with its time."""
+    names = [r["case"] for r in records]
+    bars = axis.barh(names, [r["stream_ratio"] or 0.0 for r in records])
+    axis.bar_label(bars, [f"{r['us'] / 1e3:.2f} ms" for r in records], fontsize=7)
+    axis.invert_yaxis()
+    axis.tick_params("y", labelsize=6)
+    axis.set(title="whole steps", xlabel="byte floor over time", xlim=(0, 1))
 
 
 def _bars(axis: Any, records: list[Json], title: str) -> None:
@@ -67,18 +85,20 @@ def plot(result: Json, path: Path) -> None:
     others = [r for r in records if not r["op"].startswith("qmm") and r["op"] != "step"]
     others = [r for r in others if "resident" not in r["case"]]
     panels = [(f"{op} {case}", op, case) for op, case in shapes]
-    count = len(panels) + bool(others)
+    stepped = [r for r in records if r["op"] == "step"]
+    count = len(panels) + bool(others) + bool(stepped)
     if not count:
         raise SystemExit("plot: the result must hold a record, got none")
-    figure, axes = pyplot.subplots(1, count, figsize=(5 * count, 6), squeeze=False)
+    size = 5 * count, max(6.0, 0.16 * len(others))
+    figure, axes = pyplot.subplots(1, count, figsize=size, squeeze=False)
     for axis, (title, op, case) in zip(axes[0], panels, strict=False):
         _matmul(axis, [r for r in records if (r["op"], r["case"]) == (op, case)], title)
+    if stepped:
+        _steps(axes[0][len(panels)], stepped)
     if others:
         _bars(axes[0][-1], others, "between the matmuls")
-    environment = result["environment"]
-    figure.suptitle(
-        f"{environment['device']}, {result['model']}, {result['date']}, {result['commit']}"
-    )
+    facts = result["environment"]["device"], result["model"], result["date"], result["commit"]
+    figure.suptitle(", ".join(facts))
     figure.tight_layout()
     figure.savefig(path, dpi=130)
 

@@ -84,18 +84,23 @@ class Record:
             "case": self.case,
             "type": self.type,
             "n": self.n,
-            "us": round(self.us, 3),
-            "gbps": round(self.gbps, 1),
-            "stream_ratio": None if self.stream_ratio is None else round(self.stream_ratio, 4),
+            "us": _rounded(self.us),
+            "gbps": _rounded(self.gbps),
+            "stream_ratio": _rounded(self.stream_ratio),
             "peers": {name: _rounded(p.to_dict()) for name, p in self.peers.items()},
-            "spread": [round(t, 3) for t in self.spread],
+            "spread": _rounded(self.spread),
             "nbytes": self.nbytes,
-            **self.parts,
+            **_rounded(self.parts),
         }
 
 
-def _rounded(values: dict[str, Any]) -> dict[str, Any]:
-    return {k: round(v, 3) if isinstance(v, float) else v for k, v in values.items()}
+def _rounded(value: Any) -> Any:
+    """Floats, however deep, to five digits."""
+    if isinstance(value, dict):
+        return {k: _rounded(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_rounded(v) for v in value]
+    return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
 def line(record: Record) -> str:

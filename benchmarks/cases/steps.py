@@ -45,7 +45,7 @@ def _case(
 ) -> Case:
     parts: dict[str, object] = {"floor": {"bytes": dict(floor.parts), "read_gbps": c.read_gbps}}
     if c.read_gbps is not None:
-        parts["floor_us"] = round(floor.nbytes / c.read_gbps / 1e3, 1)
+        parts["floor_us"] = floor.nbytes / c.read_gbps / 1e3
     return Case("step", name, kind, rows, Work([call], floor.nbytes), c.read_gbps, parts=parts)
 
 
