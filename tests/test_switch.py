@@ -71,4 +71,10 @@ def test_the_environment_variable():
     assert done.stdout == "through\n"
     assert done.stderr == "operators through their float64 reference: qmm, gdn_step\n"
     assert run(code, DFLASH_REFERENCE="").stdout == "qmm\n"
-    assert "no reference of operator 'nonsense'" in run(code, DFLASH_REFERENCE="nonsense").stderr
+    wrong = run(code, DFLASH_REFERENCE="qmm, nonsense")
+    assert wrong.returncode == 1
+    assert wrong.stderr.splitlines()[-1].startswith(
+        "ValueError: DFLASH_REFERENCE must name operators, got 'qmm, nonsense': no reference of "
+        "operator 'nonsense'; known: accept, "
+    )
+    assert wrong.stderr.count("Traceback") == 1

@@ -141,6 +141,11 @@ def test_the_drafter_is_read_by_vllm_s_own_loader_beside_a_gguf_target(drafter):
     assert plan(own, target)["draft_load_config"] == {"load_format": "dummy"}
 
 
+def test_a_drafter_that_does_not_say_what_it_was_trained_for(drafter):
+    with pytest.raises(ValueError, match="max_position_embeddings must be in its config"):
+        plan({"method": "dflash", "model": str(drafter(max_position_embeddings=None))}, GPU)
+
+
 def test_longer_sequences_than_trained_are_said_and_fit_the_table(drafter, caplog):
     with caplog.at_level(logging.WARNING, "vllm.torch_dflash"):
         spec = plan({"method": "dflash", "model": str(drafter(max_position_embeddings=512))}, GPU)

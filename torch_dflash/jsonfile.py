@@ -1,15 +1,30 @@
 """JSON files of a checkpoint, read with limits."""
 
 import json
+import os
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CheckpointError", "read_json"]
+__all__ = ["CheckpointError", "next_step", "read_json"]
+
+_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 class CheckpointError(ValueError):
     """A checkpoint that is not what it must be: ``<file>: <what must hold>, got <...>``."""
+
+
+def next_step(path: str | os.PathLike[str]) -> str:
+    """What to do about a path where nothing is: nothing is fetched by a hub's name."""
+    name = os.fspath(path)
+    if _HUB_NAME.fullmatch(name) and not os.path.exists(os.path.dirname(name)):
+        return (
+            f"check the path, or fetch a model of this name first: hf download {name} "
+            f"--local-dir {os.path.basename(name)}"
+        )
+    return "check the path"
 
 
 def read_json(path: Path, limit: int) -> dict[str, Any]:

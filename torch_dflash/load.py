@@ -6,6 +6,7 @@ import torch
 
 from .drafters import Drafter, drafter_for
 from .drafters.checkpoint import load_checkpoint
+from .jsonfile import CheckpointError
 from .models import load_target as _load_target
 from .models.build import Activations
 from .models.decoder import Decoder
@@ -57,8 +58,14 @@ def load_drafter(
         kv_dtype: dtype of the drafter's K and V caches.
 
     Raises:
-        CheckpointError: the checkpoint cannot be used, or was made for another target.
+        CheckpointError: there is none of this name, the checkpoint cannot be used, or was made for
+            another target.
     """
     file = ASSETS / f"{path}.gguf" if str(path) in DRAFTERS else Path(path)
+    if len(file.parts) == 1 and not file.suffix and not file.exists():
+        raise CheckpointError(
+            f"drafter must be {', '.join(DRAFTERS)} or the path of a folder or .gguf file, "
+            f"got {str(path)!r}, where nothing is"
+        )
     checkpoint = load_checkpoint(file, target=target)
     return drafter_for(checkpoint.config, checkpoint.tensors, target.vocabulary, kv_dtype)

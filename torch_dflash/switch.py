@@ -102,6 +102,7 @@ def use_reference(names: Sequence[str]) -> None:
     Raises:
         ValueError: one of them has no reference.
     """
+    names = [name.strip() for name in names]
     _set({name: reference_of(name) for name in names})
     logging.getLogger("torch_dflash").warning(
         "operators through their float64 reference: %s", ", ".join(names)

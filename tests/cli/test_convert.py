@@ -197,7 +197,7 @@ def test_inspect_says_what_others_leave_out(files, tmp_path, capsys):
     assert status == 0
     assert "layers                 0: window 64, causal; 1: full attention, not causal" in out
     assert "elsewhere: llama.cpp has one causality for all layers" in out
-    assert "elsewhere: vLLM ignores final_logit_softcapping" in out
+    assert "elsewhere: vLLM without the torch-dflash plugin ignores final_logit_softcapping" in out
     assert "note: layers: neither is_causal nor causal is set" in out
     config["architectures"] = ["DominoDraftModel"]
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -24,6 +24,9 @@ def test_report():
 def test_the_instruction_set_that_was_asked_for(monkeypatch):
     monkeypatch.setenv("DFLASH_ISA", "avx2")
     assert report()["instruction set"] == "avx2"
+    monkeypatch.setenv("DFLASH_ISA", "sse")
+    expected = "none: DFLASH_ISA must be avx2 or avx512, got sse"
+    assert report()["instruction set"] == expected
 
 
 def test_printed_and_json(capsys):

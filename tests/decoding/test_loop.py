@@ -12,7 +12,7 @@ from torch_dflash.decoding.stop import StopChecker
 from torch_dflash.gguf import GGUFFile
 from torch_dflash.gguf.tokenizer import tokenizer_from_gguf
 from torch_dflash.load import load_drafter, load_target
-from torch_dflash.policies import FixedPolicy
+from torch_dflash.policies import ConfidencePolicy, CostPolicy, FixedPolicy
 from torch_dflash.testing.tiny import BYTES, tiny_drafter, tiny_hybrid
 
 PROMPT = [5, 17, 300, 2, 44, 9, 81]
@@ -84,6 +84,8 @@ def scripted(target, drafters, plain):
 
 class Lengths:
     """A policy that follows a list."""
+
+    limit = None
 
     def __init__(self, lengths):
         self.lengths, self.seen = list(lengths), []
@@ -413,8 +415,31 @@ class TestDrafters:
         assert torch.equal(drafter.propose(anchor, 7, SamplingParams()).tokens, first)
         assert drafter.length == length
 
+    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("temperature", [0.0, 1.0])
+    def test_a_nan_in_target_hidden_is_an_error_of_the_draft(self, drafters, kind, temperature):
+        drafter = drafters[kind]
+        drafter.reset()
+        hidden = torch.ones(9, drafter.config.target_hidden_columns)
+        hidden[8, 5] = float("nan")
+        drafter.commit(hidden)
+        with pytest.raises(RuntimeError, match="NaN"):
+            drafter.propose(torch.tensor([3]), 3, SamplingParams(temperature))
+        drafter.reset()
+
 
 class TestArguments:
+    @pytest.mark.parametrize("kind", [FixedPolicy, CostPolicy, ConfidencePolicy])
+    def test_a_limit_beyond_the_block_is_refused(self, target, drafters, plain, kind):
+        """Not clamped: who asks for 9 draft tokens learns that 7 are what there is."""
+        most = drafters["dflash"].config.max_draft_tokens
+        text = rf"draft_tokens must be 1..{most}, what a block of this dflash drafter holds, got 9"
+        with pytest.raises(ValueError, match=text):
+            Session(target, drafters["dflash"], kind(draft_tokens=9))
+        Session(target, None, kind(draft_tokens=9))  # nothing is drafted, nothing clamped
+        session = Session(target, drafters["dflash"], kind(draft_tokens=most))
+        assert session.generate(PROMPT, 8).tokens == plain[:8]
+
     @pytest.mark.parametrize(
         "prompt, new, error, text",
         [

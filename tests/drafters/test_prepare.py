@@ -222,8 +222,8 @@ def test_what_is_refused(fixtures, tmp_path):
 def test_notes(fixtures):
     c = read_checkpoint(fixtures / "dflash/d1_scaled").config
     assert hf_notes(c) == [
-        "vLLM ignores final_logit_softcapping in a DFlash drafter",
-        "vLLM ignores input_embedding_scale in a DFlash drafter",
+        "vLLM without the torch-dflash plugin ignores final_logit_softcapping in a DFlash drafter",
+        "vLLM without the torch-dflash plugin ignores input_embedding_scale in a DFlash drafter",
     ]
     assert (
         "vanilla Markov heads only, not rnn"

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from torch_dflash.drafters.checkpoint import read_checkpoint
 from torch_dflash.drafters.to_gguf import write_drafter
-from torch_dflash.drafters.to_hf import hf_config, trained_context, write_folder
+from torch_dflash.drafters.to_hf import hf_config, write_folder
 from torch_dflash.fields import CheckpointError
 from torch_dflash.load import ASSETS
 from torch_dflash.testing.tiny import tiny_drafter
@@ -89,7 +89,7 @@ def test_a_folder_is_read_back_unchanged(tmp_path, name):
 def test_gguf_and_back_keeps_every_bit(tmp_path, kind):
     source = read_checkpoint(tiny_drafter(tmp_path / "source", kind))
     write_drafter(tmp_path / "d.gguf", source, name="d", context_length=4096)
-    assert trained_context(tmp_path / "d.gguf") == 4096
+    assert read_checkpoint(tmp_path / "d.gguf").config.context_length == 4096
     check_same(source, rewritten(read_checkpoint(tmp_path / "d.gguf"), tmp_path / "out"))
 
 
@@ -152,10 +152,3 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path):
         rewritten(checkpoint, tmp_path / "new", torch.float64)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "source"]
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["mine"]
-
-
-def test_the_trained_context_must_be_stated(tmp_path):
-    folder = tiny_drafter(tmp_path / "d", "dflash", max_position_embeddings=None)
-    with pytest.raises(CheckpointError, match="max_position_embeddings"):
-        trained_context(folder)
-    assert trained_context(ASSETS / "dflash.gguf") == 2048

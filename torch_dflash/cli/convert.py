@@ -28,9 +28,19 @@ def add_parser(commands: Any) -> None:
         "--outtype", choices=tuple(OUTTYPES), type=str.lower,
         help="of most matrices (default: as stored)",
     )  # fmt: skip
-    p.add_argument("--layout", choices=_LAYOUTS, default="upstream")
-    p.add_argument("--alignment", type=int, help="of tensor data (default: the source's, or 32)")
-    p.add_argument("--mask-token-id", type=int, help="where the source does not say, or is wrong")
+    p.add_argument(
+        "--layout", choices=_LAYOUTS, default="upstream",
+        help="that llama.cpp and its forks load (default), or lucebox's",
+    )  # fmt: skip
+    p.add_argument(
+        "--alignment",
+        type=int,
+        metavar="BYTES",
+        help="of tensor data (default: the source's, or 32)",
+    )
+    p.add_argument(
+        "--mask-token-id", type=int, metavar="ID", help="where the source does not say, or is wrong"
+    )
     p.add_argument(
         "--causal", choices=("yes", "no"), help="of every layer, where the source is wrong"
     )

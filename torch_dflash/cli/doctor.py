@@ -14,7 +14,10 @@ __all__ = ["add_parser", "report"]
 def add_parser(commands: Any) -> None:
     """Register the subcommand."""
     parser: argparse.ArgumentParser = commands.add_parser(
-        "doctor", help="versions, backends, devices, and what is built"
+        "doctor",
+        help="versions, backends, devices, and what is built",
+        description="Say what is installed, built and usable here; with --bisect, which operator "
+        "of a target differs from its reference. The exit status is 1 if one does.",
     )
     parser.add_argument("--json", action="store_true", help="machine-readable")
     parser.add_argument(
@@ -63,7 +66,7 @@ def report() -> dict[str, Any]:
             b: f"{sum(has(n, keys[b]) for n in names)} of {len(names)} operators"
             for b in _ext.BACKENDS
         },
-        "instruction set": os.environ.get("DFLASH_ISA") or _isa(),
+        "instruction set": _isa(os.environ.get("DFLASH_ISA")),
         "threads": torch.get_num_threads(),
         "devices": devices or ["cpu"],
         "embedded model": [f.name for f in sorted(ASSETS.glob("*.gguf"))]
@@ -71,13 +74,19 @@ def report() -> dict[str, Any]:
     }
 
 
-def _isa() -> str:
+def _isa(asked: str | None) -> str:
+    """What the kernels run with, or why they do not run."""
     from pathlib import Path
 
     cpuinfo = Path("/proc/cpuinfo")
     flags = cpuinfo.read_text().split() if cpuinfo.exists() else []
     wide = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni")
-    return "avx512" if all(f in flags for f in wide) else "avx2"
+    best = "avx512" if all(f in flags for f in wide) else "avx2"
+    if asked not in (None, "", "avx2", "avx512"):
+        return f"none: DFLASH_ISA must be avx2 or avx512, got {asked}"
+    if asked == "avx512" != best:
+        return "none: DFLASH_ISA=avx512, and this processor has no AVX-512 VNNI"
+    return asked or best
 
 
 def run(args: argparse.Namespace) -> int:

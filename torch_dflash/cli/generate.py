@@ -35,11 +35,20 @@ def add_parser(commands: Any) -> None:
         "--drafter", "-d", default=None, metavar="dflash|dflash2|dspark|none|PATH",
         help="drafter (default: dflash2 for the embedded model, none otherwise)",
     )  # fmt: skip
-    p.add_argument("--max-new-tokens", "-n", type=int, default=128)
+    p.add_argument(
+        "--max-new-tokens", "-n", type=int, default=128, help="tokens at most (default: 128)"
+    )
     p.add_argument("--temperature", "-t", type=float, default=0.0, help="0 is greedy")
-    p.add_argument("--top-k", type=int, default=0)
-    p.add_argument("--top-p", type=float, default=1.0)
-    p.add_argument("--seed", type=int, default=0)
+    p.add_argument(
+        "--top-k", type=int, default=0, help="sample from the k most likely tokens; 0: from all"
+    )
+    p.add_argument(
+        "--top-p", type=float, default=1.0,
+        help="sample from the fewest tokens that have this probability together; 1: from all",
+    )  # fmt: skip
+    p.add_argument(
+        "--seed", type=int, default=0, help="the same seed samples the same text (default: 0)"
+    )
     p.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="stop string; repeatable"
     )
@@ -47,14 +56,20 @@ def add_parser(commands: Any) -> None:
     p.add_argument(
         "--policy",
         choices=("fixed", "cost", "confidence"),
-        default="cost",
-        help="draft tokens per step: all, what pays, or what the drafter believes in",
+        help="draft tokens per step: all, what pays (default), or what the drafter believes in",
     )
     p.add_argument(
-        "--draft-tokens", type=int, help="most draft tokens per step (default: full block)"
-    )
-    p.add_argument("--state", choices=("journal", "snapshots"), default="journal")
-    p.add_argument("--kv-type", choices=("f32", "f16", "bf16"), default="f32")
+        "--draft-tokens", type=int, metavar="N",
+        help="never more draft tokens per step (default: what the drafter's block holds)",
+    )  # fmt: skip
+    p.add_argument(
+        "--state", choices=("journal", "snapshots"), default="journal",
+        help="how a hybrid's recurrent states are rolled back: rows replayed, or a state per row",
+    )  # fmt: skip
+    p.add_argument(
+        "--kv-type", choices=("f32", "f16", "bf16"), default="f32",
+        help="of the K and V caches (default: f32)",
+    )  # fmt: skip
     p.add_argument(
         "--activations",
         choices=("planes", "q8_1"),
@@ -66,7 +81,7 @@ def add_parser(commands: Any) -> None:
         "--reference", metavar="OP,OP", help="run these operators through their float64 reference"
     )
     p.add_argument("--compare", action="store_true", help="interleave plain and speculative runs")
-    p.add_argument("--pairs", type=int, default=5, help="of --compare")
+    p.add_argument("--pairs", type=int, metavar="N", help="runs of each kind (default: 5)")
     p.add_argument("--json", action="store_true", help="one JSON object instead of text")
     p.set_defaults(run=run)
 
@@ -79,16 +94,16 @@ def run(args: argparse.Namespace) -> int:
     from ..gguf import GGUFFile
     from ..gguf.tokenizer import tokenizer_from_gguf
     from ..load import ASSETS, load_drafter, load_target
+    from ..policies.base import check_limit
     from ..switch import use_reference
 
-    sampling = SamplingParams(args.temperature, args.top_k, args.top_p, args.seed)
-    if args.max_new_tokens < 1:
-        raise ValueError(f"--max-new-tokens must be at least 1, got {args.max_new_tokens}")
+    _check(args)
+    try:
+        sampling = SamplingParams(args.temperature, args.top_k, args.top_p, args.seed)
+    except ValueError as error:  # begins with the argument's name
+        name, _, rest = str(error).partition(" ")
+        raise ValueError(f"--{name.replace('_', '-')} {rest}") from None
     if args.threads is not None:
-        if args.threads < 1:
-            raise ValueError(f"--threads must be at least 1, got {args.threads}")
-        if args.threads > _MOST_THREADS:
-            raise ValueError(f"--threads must be at most {_MOST_THREADS}, got {args.threads}")
         torch.set_num_threads(args.threads)
     if args.reference is not None:
         use_reference(args.reference.split(","))
@@ -97,14 +112,49 @@ def run(args: argparse.Namespace) -> int:
     target = load_target(path, state=args.state, kv_dtype=kv, activations=args.activations)
     with GGUFFile.open(path) as file:
         tokenizer = tokenizer_from_gguf(file)
-    name = args.drafter or ("none" if args.model else "dflash2")
+    name = _drafter(args)
     drafter = None if name == "none" else load_drafter(name, target, kv_dtype=kv)
+    if drafter is not None:
+        check_limit(args.draft_tokens, drafter.config, "--draft-tokens")
     prompt = _encode(args, tokenizer)
     if args.compare:
-        if drafter is None:
-            raise ValueError("--compare needs a drafter, got none; name one with --drafter")
+        assert drafter is not None  # checked above
         return _compare(args, target, drafter, tokenizer, prompt, sampling)
     return _generate(args, target, drafter, tokenizer, prompt, sampling)
+
+
+def _drafter(args: argparse.Namespace) -> str:
+    """A name, a path or ``none``."""
+    return str(args.drafter or ("none" if args.model else "dflash2"))
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuse numbers out of range and flags that would change nothing, before anything is read."""
+    for flag, value, low, high in (
+        ("--max-new-tokens", args.max_new_tokens, 2 if args.compare else 1, None),
+        ("--threads", args.threads, 1, _MOST_THREADS),
+        ("--draft-tokens", args.draft_tokens, 1, None),
+        ("--pairs", args.pairs, 1, None),
+    ):
+        if value is not None and value < low:
+            why = " to --compare, whose first token takes no step" if low > 1 else ""
+            raise ValueError(f"{flag} must be at least {low}{why}, got {value}")
+        if value is not None and high is not None and value > high:
+            raise ValueError(f"{flag} must be at most {high}, got {value}")
+    if "" in args.stop:
+        raise ValueError("--stop must not be an empty text")
+    named = args.drafter or not args.model  # "none" too: who compares may change this flag alone
+    for flag, given, there in (
+        ("--compare", args.compare, _drafter(args) != "none"),
+        ("--draft-tokens", args.draft_tokens, named),
+        ("--policy", args.policy, named),
+    ):
+        if given and not there:
+            raise ValueError(f"{flag} needs a drafter, got none; name one with --drafter")
+    if args.pairs and not args.compare:
+        raise ValueError("--pairs needs --compare, got none")
+    if args.compare and args.stop:
+        raise ValueError("--stop must be absent with --compare, which runs to a stop token")
 
 
 def _encode(args: argparse.Namespace, tokenizer: "Tokenizer") -> list[int]:
@@ -134,7 +184,7 @@ def _policy(args: argparse.Namespace) -> Any:
     from ..policies import ConfidencePolicy, CostPolicy, FixedPolicy
 
     kinds = {"fixed": FixedPolicy, "cost": CostPolicy, "confidence": ConfidencePolicy}
-    return kinds[args.policy](draft_tokens=args.draft_tokens)
+    return kinds[args.policy or "cost"](draft_tokens=args.draft_tokens)
 
 
 def _generate(
@@ -190,7 +240,7 @@ def _compare(
     from ..decoding.compare import compare
 
     result = compare(
-        target, drafter, prompt, args.max_new_tokens, pairs=args.pairs, sampling=sampling,
+        target, drafter, prompt, args.max_new_tokens, pairs=args.pairs or 5, sampling=sampling,
         policy=_policy(args), stop_ids=() if args.ignore_eos else sorted(tokenizer.eos_ids),
     )  # fmt: skip
     if args.json:

@@ -1,32 +1,55 @@
 """Entry point: parses the command line, turns errors into one line each."""
 
 import argparse
+import difflib
 import errno
 import os
 import sys
 from collections.abc import Sequence
 
-__all__ = ["main"]
+from ..jsonfile import next_step
+
+__all__ = ["main", "parser"]
 
 
-def _parser() -> argparse.ArgumentParser:
+class _Subcommand(argparse.ArgumentParser):
+    """Refuses what it does not know, with its own usage; argparse would leave it to the parent."""
+
+    def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
+        """Parse all, or end the process with what is wrong."""
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            flags = [f for action in self._actions for f in action.option_strings]
+            near = difflib.get_close_matches(unknown[0].split("=")[0], flags, 1, 0.75)
+            self.error(
+                f"unrecognized arguments: {' '.join(unknown)}"
+                + (f"; did you mean {near[0]}?" if near else "")
+            )
+        return known, unknown
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of the whole command line."""
     from . import convert, doctor, generate, inspect, requantize, vllm_check
 
-    parser = argparse.ArgumentParser(
+    out = argparse.ArgumentParser(
         prog="torch-dflash",
         description="Speculative decoding with DFlash, DFlash2 and DSpark drafters.",
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = out.add_subparsers(
+        dest="command", required=True, metavar="COMMAND", parser_class=_Subcommand
+    )
     for module in (generate, convert, requantize, inspect, doctor, vllm_check):
         module.add_parser(commands)
-    return parser
+    return out
 
 
 def _line(error: Exception) -> str:
     """What went wrong; KeyError would print its message in quotes, OSError a number first."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        step = "name another disk, nothing was left on this one" if full else "check the path"
+        step = next_step(str(error.filename))
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            step = "name another disk, nothing was left on this one"
         return f"{error.filename}: {error.strerror.lower()}; {step}"
     return str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
 
@@ -41,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         exit status: 0, 1 for an error that was printed, 130 when interrupted.
     """
     try:
-        args = _parser().parse_args(argv)
+        args = parser().parse_args(argv)
         return int(args.run(args))
     except BrokenPipeError:  # the reader has seen enough; nothing is left to flush at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -15,7 +15,10 @@ _NEXT = "pip install vllm==0.33.0 beside torch-dflash (0.32 and 0.33 are checked
 def add_parser(commands: Any) -> None:
     """Register the subcommand."""
     parser: argparse.ArgumentParser = commands.add_parser(
-        "vllm-check", help="what the vLLM plugin replaces here, what it leaves alone, and why"
+        "vllm-check",
+        help="what the vLLM plugin replaces here, what it leaves alone, and why",
+        description="Say what the plugin replaces in the vLLM of this environment, what it leaves "
+        "alone, and why. The exit status is 1 where vLLM does not load it.",
     )
     parser.add_argument("--json", action="store_true", help="machine-readable")
     parser.set_defaults(run=run)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import ops
 from ..drafters.base import Drafter
-from ..policies.base import Policy
+from ..policies.base import Policy, check_limit
 from ..policies.fixed import FixedPolicy
 from .proposal import Proposal
 from .sampling import GREEDY, SamplingParams, sampling_rows
@@ -87,6 +87,9 @@ class Session:
         target: the model whose text is wanted.
         drafter: proposes tokens; None decodes one token a step.
         policy: how many draft tokens to verify; default: as many as the drafter offers.
+
+    Raises:
+        ValueError: the policy's limit is more than the drafter's block holds.
     """
 
     def __init__(
@@ -94,6 +97,8 @@ class Session:
     ) -> None:
         self.target, self.drafter = target, drafter
         self.policy = policy or FixedPolicy()
+        if drafter is not None:
+            check_limit(self.policy.limit, drafter.config, "the policy's draft_tokens")
         self._committed: list[int] = []
         self._pending: list[Tensor] = []  # target_hidden rows the drafter has not seen yet
         self._key = object()

@@ -12,6 +12,7 @@ from ..dtypes import check_types, low_bit_note
 from ..fields import CheckpointError, Fields
 from ..gguf import GGUFFile, QuantTensor
 from ..hf import open_safetensors, read_config
+from ..jsonfile import next_step
 from .config import DrafterConfig, TargetShape, check_against_target
 from .from_gguf import config_from_gguf, drafter_arch
 from .from_hf import config_from_hf
@@ -91,7 +92,7 @@ def read_checkpoint(path: str | Path, *, overrides: Overrides | None = None) -> 
         return _read_folder(path, overrides or Overrides())
     if path.suffix == ".gguf":
         return _read_gguf(path, overrides or Overrides())
-    got = "another file" if path.exists() else "nothing there"
+    got = "another file" if path.exists() else f"nothing there; {next_step(path)}"
     raise CheckpointError(
         f"{path}: a drafter must be a folder with config.json and safetensors, or a .gguf file, "
         f"got {got}"

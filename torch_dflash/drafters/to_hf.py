@@ -14,18 +14,17 @@ from typing import Any, Final
 import torch
 
 from ..dtypes import INTEGERS, PLAIN
-from ..fields import CheckpointError, Fields
-from ..gguf import GGUFFile, Progress, QuantTensor, Stored, retyped
+from ..fields import CheckpointError
+from ..gguf import Progress, QuantTensor, Stored, retyped
 from ..gguf.types import ggml_type_of
 from ..gguf.writer import error_about
-from ..hf import read_config
 from ..safetensors_file import write_safetensors
 from .attention import FULL, SLIDING
 from .checkpoint import DrafterCheckpoint
 from .config import DrafterConfig
 from .rope import RopeConfig, magnitude
 
-__all__ = ["hf_config", "hf_notes", "hf_tensors", "trained_context", "write_folder"]
+__all__ = ["hf_config", "hf_notes", "hf_tensors", "write_folder"]
 
 _log = logging.getLogger(__name__)
 
@@ -48,8 +47,8 @@ def write_folder(
 ) -> None:
     """Write ``config.json`` and ``model.safetensors``; the folder appears complete or not at all.
 
-    What vLLM or z-lab's package would leave out of the drafter's arithmetic is logged, one line
-    each: see :func:`hf_notes`.
+    What other engines would leave out of the drafter's arithmetic is logged, one line each: see
+    :func:`hf_notes`.
 
     Args:
         folder: must not exist yet, or be empty.
@@ -201,28 +200,6 @@ def hf_config(
     return {**out, "dflash_config": inner}
 
 
-def trained_context(path: str | Path) -> int:
-    """Positions that a drafter was trained for, from its folder or ``.gguf`` file.
-
-    Raises:
-        CheckpointError: the file does not say.
-    """
-    path = Path(path)
-    if path.is_dir():
-        raw = read_config(path)
-        inner = raw.get("transformer_layer_config")
-        scope = inner if isinstance(inner, dict) else raw
-        fields, key = Fields(str(path / "config.json"), [("", scope)]), "max_position_embeddings"
-    else:
-        with GGUFFile.open(path) as file:
-            fields = Fields(str(path), [("", file.metadata)])
-        key = f"{fields.require(str, 'arch', 'general.architecture')}.context_length"
-    value = fields.optional(int, "context_length", key, low=1)
-    if value is None:
-        fields.missing((key,))
-    return value
-
-
 def hf_notes(config: DrafterConfig) -> list[str]:
     """What is assumed in the folder, and what other engines leave out of the drafter's arithmetic.
 
@@ -237,7 +214,9 @@ def hf_notes(config: DrafterConfig) -> list[str]:
     if c.kind == "dflash":
         for name, off in (("final_logit_softcapping", 0.0), ("input_embedding_scale", 1.0)):
             if getattr(c, name) != off:
-                lines.append(f"vLLM ignores {name} in a DFlash drafter")
+                lines.append(
+                    f"vLLM without the torch-dflash plugin ignores {name} in a DFlash drafter"
+                )
     if c.rope.rotary_dim != c.head_dim:
         lines.append("z-lab's package rotates whole heads and ignores partial_rotary_factor")
     if c.markov_head_type in ("gated", "rnn"):

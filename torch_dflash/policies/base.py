@@ -1,14 +1,24 @@
 """What a policy decides, and what it gets to see."""
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ..decoding.proposal import Proposal
 
-__all__ = ["Policy", "check_draft_tokens"]
+if TYPE_CHECKING:
+    from ..drafters.config import DrafterConfig
+
+__all__ = ["Policy", "check_draft_tokens", "check_limit"]
 
 
 class Policy(Protocol):
-    """Chooses the number of draft tokens of every step."""
+    """Chooses the number of draft tokens of every step.
+
+    Attributes:
+        limit: never more draft tokens than this; None: no limit of its own. A session refuses one
+            beyond what its drafter's block holds.
+    """
+
+    limit: int | None
 
     def draft_tokens(self, most: int) -> int:
         """Before drafting: how many draft tokens the next step may verify.
@@ -47,3 +57,22 @@ def check_draft_tokens(value: int | None) -> int | None:
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
         raise ValueError(f"draft_tokens must be an integer >= 1 or None, got {value!r}")
     return value
+
+
+def check_limit(limit: int | None, config: "DrafterConfig", name: str) -> None:
+    """Refuse a limit that a drafter's block does not reach: it would not be the one that holds.
+
+    Args:
+        limit: of a policy.
+        config: of the drafter.
+        name: of the limit, for the message.
+
+    Raises:
+        ValueError: it is more than the block holds.
+    """
+    most = config.max_draft_tokens
+    if limit is not None and not 1 <= limit <= most:
+        raise ValueError(
+            f"{name} must be 1..{most}, what a block of this {config.kind} drafter holds, "
+            f"got {limit}"
+        )

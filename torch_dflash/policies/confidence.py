@@ -41,13 +41,13 @@ class ConfidencePolicy:
     ) -> None:
         self._survival = _threshold("survival", survival)
         self._confidence = _threshold("confidence", confidence)
-        self._limit = check_draft_tokens(draft_tokens)
+        self.limit = check_draft_tokens(draft_tokens)
         self._report = AcceptanceReport()
         self._told = False
 
     def draft_tokens(self, most: int) -> int:
         """The limit, or all: the scores come with the draft."""
-        return most if self._limit is None else min(self._limit, most)
+        return most if self.limit is None else min(self.limit, most)
 
     def select(self, proposal: Proposal, wanted: int) -> int:
         """The tokens before the first doubtful one; 0 leaves a plain step."""

@@ -30,7 +30,7 @@ class CostPolicy:
     """
 
     def __init__(self, draft_tokens: int | None = None) -> None:
-        self._limit = check_draft_tokens(draft_tokens)
+        self.limit = check_draft_tokens(draft_tokens)
         self._times = StepTimes()
         self._acceptance = Acceptance()
         self._plain_left = 0
@@ -42,7 +42,7 @@ class CostPolicy:
 
     def draft_tokens(self, most: int) -> int:
         """The best length by what is known; lengths not yet timed come first."""
-        most = most if self._limit is None else min(self._limit, most)
+        most = most if self.limit is None else min(self.limit, most)
         untimed = self._times.uncalibrated((most, 0, 1, (most + 1) // 2))
         if untimed is not None:
             return untimed

@@ -18,12 +18,12 @@ class FixedPolicy:
     """
 
     def __init__(self, draft_tokens: int | None = None) -> None:
-        self._most = check_draft_tokens(draft_tokens)
+        self.limit = check_draft_tokens(draft_tokens)
         self._report = AcceptanceReport()
 
     def draft_tokens(self, most: int) -> int:
         """The limit, or all."""
-        return most if self._most is None else min(self._most, most)
+        return most if self.limit is None else min(self.limit, most)
 
     def select(self, proposal: Proposal, wanted: int) -> int:
         """All that was wanted."""

@@ -21,7 +21,6 @@ from torch_dflash.drafters.from_hf import config_from_hf
 from torch_dflash.drafters.mask_embedding import read_mask_embedding
 from torch_dflash.drafters.names import logical_names
 from torch_dflash.drafters.resolve import Overrides
-from torch_dflash.drafters.to_hf import trained_context
 from torch_dflash.fields import Fields
 from torch_dflash.gguf import GGUFFile
 from torch_dflash.hf import open_safetensors, read_config
@@ -159,7 +158,12 @@ def _folder(drafter: Drafter, target: Target) -> Path:
     """A folder that vLLM loads, whose config spells out every decision that was made here."""
     config = drafter.config
     alias = ALIASES.get(config.kind) if target.v1_runner else None
-    trained = trained_context(drafter.path)
+    trained = config.context_length
+    if trained is None:
+        _fail(
+            f"{drafter.path}: max_position_embeddings must be in its config, got a drafter that "
+            "does not say how long a text it was trained for"
+        )
     longest = max(trained, target.max_model_len)
     if longest > trained:
         # The rotation does not depend on this number, but vLLM sizes its table of angles by it.
