@@ -2,25 +2,33 @@
 
 #include <torch/csrc/stable/library.h>
 
-#include "cuda/act.cuh"
-#include "gpu/dequantize.cuh"
+#include "cuda/launch.cuh"
 #include "host/draft.h"
 
 namespace dflash::cuda {
 namespace {
 
-// Rows `ids` [count] of a codebook as floats [count, rank].
-void codebook_rows(const Tensor& packed, int64_t type, const Tensor& ids, int64_t rank,
-                   float* out) {
-  const int64_t count = ids.numel() * rank;
-  if (count == 0) return;
-  const Launch launch(packed, count);
+// A row per blockIdx.x, its columns (the items of `launch`) along blockIdx.y.
+dim3 grid_of(int64_t rows, const Launch& launch) {
+  STD_TORCH_CHECK(rows <= 0x7fffffff && launch.grid <= 65535, "dflash: ", rows, " rows of ",
+                  launch.grid, " blocks exceed one launch");
+  return dim3(unsigned(rows), launch.grid);
+}
+
+// Rows of a codebook as floats [few + many, rank], of one or two lists of ids.
+Tensor codebook_rows(const Tensor& packed, int64_t type, const Tensor* few, const Tensor& many,
+                     int64_t rank) {
+  const int64_t first = few ? few->numel() : 0, ids = first + many.numel();
+  Tensor out = new_empty(packed, {ids, rank}, ScalarType::Float);
+  const Launch launch(packed, rank);
   dispatch_format(type, [&]<class F>() {
-    gpu::embed_rows<F><<<launch.grid, launch.threads, 0, launch.stream>>>(
-        packed.const_data_ptr<uint8_t>(), ids.const_data_ptr<int64_t>(), out, packed.size(0), rank,
-        count, 1.f);
+    gpu::codebook_rows<F><<<grid_of(ids, launch), launch.threads, 0, launch.stream>>>(
+        packed.const_data_ptr<uint8_t>(), few ? few->const_data_ptr<int64_t>() : nullptr,
+        many.const_data_ptr<int64_t>(), out.mutable_data_ptr<float>(), packed.size(0), int(first),
+        int(ids), int(rank));
   });
   STD_CUDA_KERNEL_LAUNCH_CHECK();
+  return out;
 }
 
 }  // namespace
@@ -28,17 +36,30 @@ void codebook_rows(const Tensor& packed, int64_t type, const Tensor& ids, int64_
 Tensor grouped_conv(const Tensor& x, const Tensor& coef, const Tensor& base, int64_t side,
                     const Tensor& cu_seqlens, int64_t act_mode) {
   GroupedConvPlan plan = plan_grouped_conv(x, coef, base, side, cu_seqlens, act_mode);
-  const int64_t count = plan.rows * plan.columns;
-  if (count == 0) return plan.out;
-  Tensor floats = float_rows_of(plan.out, plan.rows, plan.columns, act_mode);
-  const Launch launch(x, count);
-  gpu::grouped_conv<<<launch.grid, launch.threads, 0, launch.stream>>>(
-      x.const_data_ptr<float>(), coef.const_data_ptr<float>() + side * plan.taps * plan.groups,
+  if (plan.rows == 0) return plan.out;
+  const gpu::ConvolutionView view = {
+      x.const_data_ptr<float>(),
+      coef.const_data_ptr<float>() + side * plan.taps * plan.groups,
       base.const_data_ptr<float>() + side * plan.taps * plan.columns,
-      cu_seqlens.const_data_ptr<int32_t>(), floats.mutable_data_ptr<float>(), plan.sequences,
-      plan.columns, plan.taps, plan.groups, count);
+      cu_seqlens.const_data_ptr<int32_t>(),
+      plan.sequences,
+      int(plan.rows),
+      int(plan.columns),
+      int(plan.taps),
+      int(plan.groups),
+  };
+  if (act_mode == 0) {
+    const Launch launch(x, plan.columns);
+    gpu::grouped_conv<<<grid_of(plan.rows, launch), launch.threads, 0, launch.stream>>>(
+        view, plan.out.mutable_data_ptr<float>());
+  } else {
+    const Launch launch(x, ceil_div<int64_t>(plan.columns, kActGroup) * kLanes);
+    with_group(act_mode, [&]<class Group>() {
+      gpu::grouped_conv_packed<<<grid_of(plan.rows, launch), launch.threads, 0, launch.stream>>>(
+          view, static_cast<Group*>(plan.out.mutable_data_ptr()));
+    });
+  }
   STD_CUDA_KERNEL_LAUNCH_CHECK();
-  finish_activations(floats, plan.rows, plan.columns, act_mode, plan.out);
   return plan.out;
 }
 
@@ -52,19 +73,20 @@ std::tuple<Tensor, Tensor> selector_walk(const Tensor& ids, const Tensor& scores
   const int64_t S = plan.sequences, K = plan.candidates, R = plan.rank;
   if (S * plan.slots == 0) return {plan.tokens, plan.q};
   const auto floats = [&](int64_t count) { return new_empty(scores, {count}, ScalarType::Float); };
-  // every row the walk may meet: the path is only known on the device
-  Tensor anchors = floats(S * R), before = floats(ids.numel() * R), after = floats(ids.numel() * R);
-  Tensor score = floats(S * K), sums = floats(S * ceil_div<int64_t>(K, kLeaf));
-  codebook_rows(predecessor, predecessor_type, anchor, R, anchors.mutable_data_ptr<float>());
-  codebook_rows(predecessor, predecessor_type, ids, R, before.mutable_data_ptr<float>());
-  codebook_rows(successor, successor_type, ids, R, after.mutable_data_ptr<float>());
+  // Every row the walk may meet, since the path is only known on the device: predecessors of the
+  // anchors and of all candidates, successors of all candidates.
+  Tensor before = codebook_rows(predecessor, predecessor_type, &anchor, ids, R);
+  Tensor after = codebook_rows(successor, successor_type, nullptr, ids, R);
+  const bool wide = K > kLanes;
+  Tensor score = floats(wide ? S * K : 0);
+  Tensor sums = floats(wide ? S * ceil_div<int64_t>(K, kLeaf) : 0);
   const Launch launch(ids, S);
   const gpu::WalkArguments arguments = {
       ids.const_data_ptr<int64_t>(),
       scores.const_data_ptr<float>(),
       hidden.const_data_ptr<float>(),
-      anchors.const_data_ptr<float>(),
       before.const_data_ptr<float>(),
+      before.const_data_ptr<float>() + S * R,
       after.const_data_ptr<float>(),
       temperature.const_data_ptr<float>(),
       uniform.const_data_ptr<float>(),
@@ -76,7 +98,10 @@ std::tuple<Tensor, Tensor> selector_walk(const Tensor& ids, const Tensor& scores
       plan.tokens.mutable_data_ptr<int64_t>(),
       plan.q.mutable_data_ptr<float>(),
   };
-  gpu::selector_walk<<<unsigned(S), gpu::kRowThreads, 0, launch.stream>>>(arguments);
+  if (wide)
+    gpu::selector_walk_wide<<<unsigned(S), gpu::kRowThreads, 0, launch.stream>>>(arguments);
+  else
+    gpu::selector_walk<<<unsigned(S), gpu::kRowThreads, 0, launch.stream>>>(arguments);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
   return {plan.tokens, plan.q};
 }

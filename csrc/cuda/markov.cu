@@ -6,17 +6,21 @@
 
 #include "cuda/launch.cuh"
 #include "cuda/operators.h"
+#include "host/act.h"
 #include "host/draft.h"
 #include "host/tiles.h"
 
 namespace dflash::cuda {
 namespace {
 
+bool is_float(int64_t type) {
+  return type == F32::kType || type == F16::kType || type == BF16::kType;
+}
+
 // float32 activations with float weights, planes otherwise: the rule of every linear layer
 Tensor linear(const Tensor& x, const Tensor& weight, int64_t type, int64_t rows, int64_t columns,
               std::optional<Tensor> bias) {
-  const bool floats = type == F32::kType || type == F16::kType || type == BF16::kType;
-  return qmm(floats ? x : quant_act(x, kActPlanes), weight, {type}, {rows}, columns, bias);
+  return qmm(is_float(type) ? x : quant_act(x, kActPlanes), weight, {type}, {rows}, columns, bias);
 }
 
 }  // namespace
@@ -38,27 +42,30 @@ std::tuple<Tensor, Tensor, Tensor> markov_chain(
     return t ? t->const_data_ptr<float>() : nullptr;
   };
   const Launch launch(base, S);
+  const unsigned blocks = unsigned(S);
+  const bool greedy = !temperature && draft_topk == 0;
+  const bool packs = !joint && !is_float(w2_type);  // the row of w1 is what w2 reads
+  const int64_t chunks = ceil_div<int64_t>(V, gpu::kTopkChunk);
+  STD_TORCH_CHECK(chunks <= 65535, "dflash::markov_chain: base must have fewer columns, got ", V);
+  const auto floats = [&](int64_t rows, int64_t columns) {
+    return new_empty(base, {rows, columns}, ScalarType::Float);
+  };
+  // w1's rows of the token before every slot, slot by slot
+  Tensor embedded = floats(N * S, plan.rank);
+  Tensor packed = packs ? new_activations("dflash::markov_chain", base, S, plan.rank, kActPlanes)
+                        : new_empty(base, {0}, ScalarType::Byte);
   Tensor previous = new_empty(anchor, {S}, ScalarType::Long);
-  Tensor sums = new_empty(base, {S * ceil_div<int64_t>(V, kLeaf)}, ScalarType::Float);
-  const cudaError_t error =
-      cudaMemcpyAsync(previous.mutable_data_ptr(), anchor.const_data_ptr(),
-                      size_t(S) * sizeof(int64_t), cudaMemcpyDeviceToDevice, launch.stream);
-  STD_TORCH_CHECK(error == cudaSuccess, "dflash::markov_chain: ", cudaGetErrorString(error));
+  Tensor sums = floats(greedy ? 0 : S, ceil_div<int64_t>(V, kLeaf));
+  Tensor keys = new_empty(anchor, {greedy && chunks > 1 ? S * chunks : 0}, ScalarType::Long);
 
   gpu::MarkovSlot m{};
   m.base = base.const_data_ptr<float>();
-  m.hidden = hidden.const_data_ptr<float>();
   m.sums = sums.mutable_data_ptr<float>();
-  m.head = data(confidence_weight);
-  m.head_bias = data(confidence_bias);
   m.d2t = d2t ? d2t->const_data_ptr<int64_t>() : nullptr;
   m.temperature = data(temperature);
   m.uniform = data(uniform);
   m.slots = N;
   m.vocab = V;
-  m.hidden_size = plan.hidden;
-  m.rank = plan.rank;
-  m.inputs = plan.confidence_inputs;
   m.target_vocab = plan.vocab;
   m.mask_id = mask_id;
   m.draft_topk = draft_topk;
@@ -66,35 +73,75 @@ std::tuple<Tensor, Tensor, Tensor> markov_chain(
   m.previous = previous.mutable_data_ptr<int64_t>();
   m.tokens = plan.tokens.mutable_data_ptr<int64_t>();
   m.q = temperature ? plan.q.mutable_data_ptr<float>() : nullptr;
-  m.confidence = confidence_weight ? plan.confidence.mutable_data_ptr<float>() : nullptr;
+  gpu::MarkovTable table{};
+  table.w1 = w1.const_data_ptr<uint8_t>();
+  table.rows = plan.vocab;
+  table.rank = int(plan.rank);
+  table.embedded = embedded.mutable_data_ptr<float>();
+  table.packed = packs ? static_cast<ActGroup*>(packed.mutable_data_ptr()) : nullptr;
   gpu::MarkovJoint j{};
-  Tensor features = new_empty(base, {S, plan.joint_columns}, ScalarType::Float);
-  Tensor state = new_empty(base, {S, plan.rank}, ScalarType::Float);
-  Tensor row = new_empty(base, {S, plan.rank}, ScalarType::Float);
+  Tensor features = floats(S, plan.joint_columns);
+  Tensor state = floats(S, plan.rank), row = floats(S, plan.rank);
   j.head = plan.head;
-  j.hidden = m.hidden;
+  j.hidden = hidden.const_data_ptr<float>();
   j.features = features.mutable_data_ptr<float>();
   j.state = state.mutable_data_ptr<float>();
   j.row = row.mutable_data_ptr<float>();
   j.slots = N;
   j.hidden_size = plan.hidden;
   j.rank = plan.rank;
+
+  // the table that the rows of the token before slot `slot` go to
+  const auto table_of = [&](int64_t slot) {
+    gpu::MarkovTable t = table;
+    t.embedded += slot * S * plan.rank;
+    return t;
+  };
+  const auto embed = [&](int64_t slot, const int64_t* tokens) {
+    dispatch_format(w1_type, [&]<class F>() {
+      gpu::markov_embed<F><<<blocks, launch.threads, 0, launch.stream>>>(table_of(slot), tokens);
+    });
+    STD_CUDA_KERNEL_LAUNCH_CHECK();
+  };
+  embed(0, anchor.const_data_ptr<int64_t>());
   for (m.slot = j.slot = 0; m.slot < N; j.slot = ++m.slot) {
-    const Tensor embedded = embed_rows(w1, w1_type, previous, 1.);
+    const Tensor before = torch::stable::narrow(embedded, 0, m.slot * S, S);
     if (joint) {
-      j.embedded = embedded.const_data_ptr<float>();
-      gpu::markov_features<<<unsigned(S), gpu::kRowThreads, 0, launch.stream>>>(j);
+      j.embedded = before.const_data_ptr<float>();
+      gpu::markov_features<<<blocks, gpu::kRowThreads, 0, launch.stream>>>(j);
       STD_CUDA_KERNEL_LAUNCH_CHECK();
       const Tensor mixed =
           linear(features, *joint, joint_type, plan.joint_rows, plan.joint_columns, joint_bias);
       j.mixed = mixed.const_data_ptr<float>();
-      gpu::markov_row<<<unsigned(S), gpu::kRowThreads, 0, launch.stream>>>(j);
+      gpu::markov_row<<<blocks, gpu::kRowThreads, 0, launch.stream>>>(j);
       STD_CUDA_KERNEL_LAUNCH_CHECK();
     }
-    Tensor bias = linear(joint ? row : embedded, w2, w2_type, V, plan.rank, std::nullopt);
-    m.embedded = embedded.const_data_ptr<float>();
+    Tensor bias = packs ? qmm(packed, w2, {w2_type}, {V}, plan.rank, std::nullopt)
+                        : linear(joint ? row : before, w2, w2_type, V, plan.rank, std::nullopt);
     m.logits = bias.mutable_data_ptr<float>();
-    gpu::markov_slot<<<unsigned(S), gpu::kRowThreads, 0, launch.stream>>>(m);
+    if (greedy) {
+      auto* best = chunks > 1 ? static_cast<gpu::RankKey*>(keys.mutable_data_ptr()) : nullptr;
+      if (best) {
+        gpu::markov_best<<<dim3(blocks, unsigned(chunks)), gpu::kTopkThreads, 0, launch.stream>>>(
+            m, best);
+        STD_CUDA_KERNEL_LAUNCH_CHECK();
+      }
+      dispatch_format(w1_type, [&]<class F>() {
+        gpu::markov_next<F><<<blocks, gpu::kTopkThreads, 0, launch.stream>>>(m, best, chunks,
+                                                                             table_of(m.slot + 1));
+      });
+      STD_CUDA_KERNEL_LAUNCH_CHECK();
+    } else {
+      gpu::markov_draw<<<blocks, gpu::kRowThreads, 0, launch.stream>>>(m);
+      STD_CUDA_KERNEL_LAUNCH_CHECK();
+      if (m.slot + 1 < N) embed(m.slot + 1, m.previous);
+    }
+  }
+  if (confidence_weight) {
+    gpu::markov_confidence<<<unsigned(S * N), launch.threads, 0, launch.stream>>>(
+        hidden.const_data_ptr<float>(), embedded.const_data_ptr<float>(), data(confidence_weight),
+        data(confidence_bias), S, N, plan.hidden, plan.rank, plan.confidence_inputs,
+        plan.confidence.mutable_data_ptr<float>());
     STD_CUDA_KERNEL_LAUNCH_CHECK();
   }
   return {plan.tokens, plan.q, plan.confidence};

@@ -1,12 +1,18 @@
-// Top-k of logits, a thread block per row: k times the best of what is behind the last one found.
-// For the small k of drafters; a row that holds a NaN answers ids of -1 and values of NaN.
+// Top-k of logits, in stages: the k best of every chunk of a row, then the k best of those, until a
+// row is one chunk. A value and its id are one integer (core/topk.h), so the best are the same in
+// any order. A row that holds a NaN answers ids of -1 and values of NaN.
 #pragma once
 #include "core/topk.h"
 #include "gpu/warp.cuh"
 
 namespace dflash::gpu {
 
-constexpr int kTopkThreads = 512;
+constexpr int kTopkThreads = 512, kTopkWarps = kTopkThreads / kLanes, kTopkPerThread = 8;
+constexpr int kTopkChunk = kTopkThreads * kTopkPerThread;
+constexpr int kTopkMost = kLanes;  // by chunks; a larger k takes head_topk_any
+
+using RankKey = unsigned long long;          // of core/topk.h, what max_lanes() takes
+constexpr RankKey kNoKey = 0, kNaN = ~0ull;  // behind all values, ahead of all
 
 struct TopkView {
   const float* logits;  // [rows, vocabulary]
@@ -16,19 +22,102 @@ struct TopkView {
   int64_t* ids;   // [rows, k]
 };
 
-__global__ void head_topk(TopkView t) {
-  __shared__ unsigned long long best_of[kTopkThreads / kLanes];
+// The i-th largest of a warp's keys to lane i, i < k <= 32; kN keys a lane, each at most once but
+// for kNoKey and kNaN.
+template <int kN>
+__device__ RankKey warp_topk(RankKey (&key)[kN], int k) {
+  RankKey mine = kNoKey, out = kNoKey;
+#pragma unroll
+  for (int j = 0; j < kN; ++j) mine = key[j] > mine ? key[j] : mine;
+  for (int i = 0; i < k; ++i) {
+    const RankKey best = largest_key(mine);
+    if (lane_id() == i) out = best;
+    if (mine != best || best == kNoKey) continue;
+    mine = kNoKey;
+#pragma unroll
+    for (int j = 0; j < kN; ++j) {
+      if (key[j] == best) key[j] = kNoKey;
+      mine = key[j] > mine ? key[j] : mine;
+    }
+  }
+  return out;
+}
+
+// The k best of a thread block's keys, descending in lanes 0 .. k - 1 of warp 0. kTopkThreads
+// threads.
+__device__ inline RankKey block_topk(RankKey (&key)[kTopkPerThread], int k) {
+  __shared__ RankKey found[kTopkWarps * kTopkMost];
+  const int warp = int(threadIdx.x) / kLanes, lane = lane_id();
+  const RankKey best = warp_topk(key, k);
+  if (lane < k) found[warp * k + lane] = best;
+  __syncthreads();
+  RankKey of_all[kTopkWarps * kTopkMost / kLanes];
+#pragma unroll
+  for (int j = 0; j < kTopkWarps * kTopkMost / kLanes; ++j)
+    of_all[j] = j * kLanes + lane < kTopkWarps * k ? found[j * kLanes + lane] : kNoKey;
+  return warp == 0 ? warp_topk(of_all, k) : kNoKey;
+}
+
+// Results of a row from its keys, one per lane.
+__device__ inline void store_topk(const TopkView& t, int64_t row, RankKey key) {
+  const bool nan = from_lane(key, 0) == kNaN;
+  if (lane_id() >= t.k) return;
+  const int64_t at = row * t.k + lane_id();
+  t.values[at] = nan ? no_answer() : rank_value(key);
+  t.ids[at] = nan ? -1 : int64_t(rank_id(key));
+}
+
+// Block (row, chunk): the best of a chunk to keys [rows, chunks, k], or to the results.
+__global__ void __launch_bounds__(kTopkThreads) head_topk_logits(TopkView t, RankKey* keys) {
+  const int64_t row = blockIdx.x, first = int64_t(blockIdx.y) * kTopkChunk + threadIdx.x;
+  const float* logits = t.logits + row * t.vocabulary;
+  RankKey key[kTopkPerThread];
+#pragma unroll
+  for (int j = 0; j < kTopkPerThread; ++j) {
+    const int64_t id = first + j * kTopkThreads;
+    const float value = id < t.vocabulary ? logit_value(logits[id], t.multiplier, t.softcap) : 0.f;
+    key[j] = id >= t.vocabulary ? kNoKey : value != value ? kNaN : rank_key(value, uint32_t(id));
+  }
+  const RankKey best = block_topk(key, int(t.k));
+  if (threadIdx.x >= kLanes) return;
+  if (gridDim.y == 1)
+    store_topk(t, row, best);
+  else if (lane_id() < t.k)
+    keys[(row * gridDim.y + blockIdx.y) * t.k + lane_id()] = best;
+}
+
+// The same of `count` keys of a row.
+__global__ void __launch_bounds__(kTopkThreads)
+    head_topk_keys(TopkView t, const RankKey* from, int64_t count, RankKey* keys) {
+  const int64_t row = blockIdx.x, first = int64_t(blockIdx.y) * kTopkChunk + threadIdx.x;
+  RankKey key[kTopkPerThread];
+#pragma unroll
+  for (int j = 0; j < kTopkPerThread; ++j) {
+    const int64_t at = first + j * kTopkThreads;
+    key[j] = at < count ? from[row * count + at] : kNoKey;
+  }
+  const RankKey best = block_topk(key, int(t.k));
+  if (threadIdx.x >= kLanes) return;
+  if (gridDim.y == 1)
+    store_topk(t, row, best);
+  else if (lane_id() < t.k)
+    keys[(row * gridDim.y + blockIdx.y) * t.k + lane_id()] = best;
+}
+
+// Any k, a thread block per row: k times the best of what is behind the last one found.
+__global__ void __launch_bounds__(kTopkThreads) head_topk_any(TopkView t) {
+  __shared__ RankKey best_of[kTopkWarps];
   const int tid = int(threadIdx.x);
   const int64_t row = blockIdx.x;
   const float* logits = t.logits + row * t.vocabulary;
-  unsigned long long last = ~0ull;
+  RankKey last = kNaN;
   for (int64_t i = 0; i < t.k; ++i) {
-    unsigned long long best = 0;
+    RankKey best = kNoKey;
     int has_nan = 0;
     for (int64_t id = tid; id < t.vocabulary; id += kTopkThreads) {
       const float value = logit_value(logits[id], t.multiplier, t.softcap);
       has_nan |= value != value;
-      const unsigned long long key = rank_key(value, uint32_t(id));
+      const RankKey key = rank_key(value, uint32_t(id));
       if (key < last && key > best) best = key;
     }
     if (__syncthreads_or(has_nan)) {
@@ -38,10 +127,10 @@ __global__ void head_topk(TopkView t) {
       }
       return;
     }
-    best = max_lanes(best);
+    best = largest_key(best);
     if (lane_id() == 0) best_of[tid / kLanes] = best;
     __syncthreads();
-    for (int w = 0; w < kTopkThreads / kLanes; ++w) best = best_of[w] > best ? best_of[w] : best;
+    for (int w = 0; w < kTopkWarps; ++w) best = best_of[w] > best ? best_of[w] : best;
     __syncthreads();  // before the next round writes best_of
     if (tid == 0) {
       t.values[row * t.k + i] = rank_value(best);

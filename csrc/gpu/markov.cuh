@@ -1,28 +1,35 @@
-// One slot of DSpark's chain, a thread block per sequence: the token, and what the next slot and
-// the confidence head need. What the CPU refuses gives the token -1 and ends the sequence.
+// DSpark's chain, slot by slot: w1's row of the token before it, w2 (a matmul in between), and the
+// token. What the CPU refuses gives the token -1, whose row is NaN, and so on to the end.
 #pragma once
 #include "core/draft.h"
+#include "core/formats/all.h"
+#include "gpu/act.cuh"
+#include "gpu/head.cuh"
 #include "gpu/row.cuh"
 
 namespace dflash::gpu {
 
+// Rows of w1, a thread block per sequence.
+struct MarkovTable {
+  const uint8_t* w1;  // [rows, rank / kElems quants]
+  int64_t rows;
+  int rank;
+  float* embedded;   // [sequences, rank], of the slot that reads them
+  ActGroup* packed;  // the same for a quantized w2, or null
+};
+
 struct MarkovSlot {
   const float* base;         // [sequences, slots, vocab]
-  const float* hidden;       // [sequences, slots, hidden]
-  const float* embedded;     // [sequences, rank]: w1's row of the token before
-  float* logits;             // [sequences, vocab]: the bias, then the logits
+  float* logits;             // [sequences, vocab]: the bias, then (markov_draw) the logits
   float* sums;               // [sequences, leaves]
-  const float* head;         // [inputs] or null
-  const float* head_bias;    // [1] or null
   const int64_t* d2t;        // [vocab] or null
   const float* temperature;  // [sequences] or null: greedy
   const float* uniform;      // [sequences, slots]
-  int64_t slot, slots, vocab, hidden_size, rank, inputs, target_vocab, mask_id, draft_topk;
+  int64_t slot, slots, vocab, target_vocab, mask_id, draft_topk;
   float scale;
   int64_t* previous;  // [sequences]
   int64_t* tokens;    // [sequences, slots]
   float* q;           // [sequences, slots, vocab] or null
-  float* confidence;  // [sequences, slots]
 };
 
 // Gated and recurrent heads, a thread block per sequence: before their matrix, and after it.
@@ -36,6 +43,30 @@ struct MarkovJoint {
   float* row;             // [sequences, rank]: what w2 reads
   int64_t slot, slots, hidden_size, rank;
 };
+
+// By a whole thread block.
+template <class F>
+__device__ void embed_token(const MarkovTable& m, int64_t sequence, int64_t token) {
+  const int groups = ceil_div<int>(m.rank, kActGroup);
+  const bool known = token >= 0 && token < m.rows;
+  const uint8_t* row = m.w1 + (known ? token : 0) * (m.rank / F::kElems) * F::kBytes;
+  for (int g = int(threadIdx.x) / kLanes; g < groups; g += int(blockDim.x) / kLanes) {
+    float value[kActPerLane];
+    for (int i = 0; i < kActPerLane; ++i) {
+      const int r = g * kActGroup + lane_id() * kActPerLane + i;
+      value[i] = 0.f;
+      if (r >= m.rank) continue;
+      value[i] = known ? decode<F>(row + r / F::kElems * F::kBytes, r % F::kElems) : no_answer();
+      m.embedded[sequence * m.rank + r] = value[i];
+    }
+    if (m.packed) quantize_group(value, m.packed + sequence * groups + g);
+  }
+}
+
+template <class F>
+__global__ void markov_embed(MarkovTable table, const int64_t* tokens) {  // [sequences]
+  embed_token<F>(table, blockIdx.x, tokens[blockIdx.x]);
+}
 
 __global__ void markov_features(MarkovJoint m) {
   const int64_t sequence = blockIdx.x, R = m.rank, H = m.hidden_size;
@@ -79,11 +110,73 @@ __device__ inline int64_t first_largest(RowShared& s, const float* x, int64_t n)
   return top == -infinity ? kNoToken : first_equal(s, x, n, top);
 }
 
-__global__ void __launch_bounds__(kRowThreads) markov_slot(MarkovSlot m) {
+// What a slot's token is called in the target's vocabulary.
+__device__ inline int64_t markov_token(const MarkovSlot& m, int64_t chosen) {
+  int64_t token = kNoToken;
+  if (chosen >= 0) token = m.d2t ? m.d2t[chosen] : chosen;
+  return token < 0 || token >= m.target_vocab ? kNoToken : token;
+}
+
+__device__ inline bool is_mask(const MarkovSlot& m, int64_t v) {
+  return m.mask_id >= 0 && (m.d2t ? m.d2t[v] : v) == m.mask_id;
+}
+
+// The largest of a thread block's keys, to all of it.
+__device__ inline RankKey block_best(RankKey key) {
+  __shared__ RankKey of_warp[kTopkWarps];
+  key = largest_key(key);
+  if (lane_id() == 0) of_warp[threadIdx.x / kLanes] = key;
+  __syncthreads();
+  return largest_key(lane_id() < kTopkWarps ? of_warp[lane_id()] : kNoKey);
+}
+
+// This thread's best logit of a chunk; kNaN for one that the CPU refuses.
+__device__ inline RankKey best_of_chunk(const MarkovSlot& m, int64_t sequence, int64_t chunk) {
+  const float infinity = bit_cast<float>(0x7f800000u);
+  const float* base = m.base + (sequence * m.slots + m.slot) * m.vocab;
+  const float* bias = m.logits + sequence * m.vocab;
+  RankKey best = kNoKey;
+#pragma unroll
+  for (int j = 0; j < kTopkPerThread; ++j) {
+    const int64_t v = chunk * kTopkChunk + j * kTopkThreads + threadIdx.x;
+    if (v >= m.vocab) continue;
+    const float x = is_mask(m, v) ? -infinity : markov_logit(base[v], m.scale, bias[v]);
+    const RankKey key = x < infinity ? rank_key(x, uint32_t(v)) : kNaN;
+    best = key > best ? key : best;
+  }
+  return best;
+}
+
+// Greedy, first stage, block (sequence, chunk): the best of a chunk to keys [sequences, chunks].
+__global__ void __launch_bounds__(kTopkThreads) markov_best(MarkovSlot m, RankKey* keys) {
+  const RankKey best = block_best(best_of_chunk(m, blockIdx.x, blockIdx.y));
+  if (threadIdx.x == 0) keys[int64_t(blockIdx.x) * gridDim.y + blockIdx.y] = best;
+}
+
+// Second stage, a thread block per sequence: the token, and its row of w1 for the next slot. Of a
+// vocabulary of one chunk (keys null) it is the only stage.
+template <class F>
+__global__ void __launch_bounds__(kTopkThreads)
+    markov_next(MarkovSlot m, const RankKey* keys, int64_t chunks, MarkovTable table) {
+  const int64_t sequence = blockIdx.x;
+  RankKey best = kNoKey;
+  if (!keys) best = best_of_chunk(m, sequence, 0);
+  for (int64_t c = threadIdx.x; keys && c < chunks; c += kTopkThreads) {
+    const RankKey key = keys[sequence * chunks + c];
+    best = key > best ? key : best;
+  }
+  best = block_best(best);
+  const bool none = best == kNaN || rank_value(best) == bit_cast<float>(0xff800000u);
+  const int64_t token = markov_token(m, none ? kNoToken : int64_t(rank_id(best)));
+  if (threadIdx.x == 0) m.tokens[sequence * m.slots + m.slot] = token;
+  if (m.slot + 1 < m.slots) embed_token<F>(table, sequence, token);
+}
+
+// Sampled, or greedy among the largest of base, a thread block per sequence.
+__global__ void __launch_bounds__(kRowThreads) markov_draw(MarkovSlot m) {
   __shared__ RowShared s;
   const int64_t sequence = blockIdx.x, slot = sequence * m.slots + m.slot, V = m.vocab;
   const float* base = m.base + slot * V;
-  const float* e = m.embedded + sequence * m.rank;
   float* logits = m.logits + sequence * V;
   float* sums = m.sums + sequence * ceil_div<int64_t>(V, kLeaf);
   const float never = bit_cast<float>(0xff800000u);
@@ -94,13 +187,13 @@ __global__ void __launch_bounds__(kRowThreads) markov_slot(MarkovSlot m) {
     keep(
         s, V, uint64_t(m.draft_topk), [base](int64_t i) { return order_key(base[i]); },
         [](int64_t) { return uint64_t(1); }, logits, never);
-  for (int64_t v = threadIdx.x; m.mask_id >= 0 && v < V; v += kRowThreads)
-    if ((m.d2t ? m.d2t[v] : v) == m.mask_id) logits[v] = never;
+  for (int64_t v = threadIdx.x; v < V; v += kRowThreads)
+    if (is_mask(m, v)) logits[v] = never;
   __syncthreads();
 
-  const float t = m.temperature ? m.temperature[sequence] : 0.f;
   int64_t chosen = kNoToken;
   if (m.q) {
+    const float t = m.temperature[sequence];
     float* q = m.q + slot * V;
     if (row_probs(s, logits, V, t, 0, 1.f, q, sums))
       chosen = t == 0.f ? first_equal(s, q, V, 1.f)
@@ -108,19 +201,43 @@ __global__ void __launch_bounds__(kRowThreads) markov_slot(MarkovSlot m) {
   } else {
     chosen = first_largest(s, logits, V);
   }
-  if (threadIdx.x < kLanes && m.head) {
-    const float* hidden = m.hidden + slot * m.hidden_size;
-    const float score = warp_dot(
-        m.inputs, [&](int64_t i) { return i < m.hidden_size ? hidden[i] : e[i - m.hidden_size]; },
-        [&](int64_t i) { return m.head[i]; });
-    if (threadIdx.x == 0) m.confidence[slot] = confidence(score, m.head_bias ? *m.head_bias : 0.f);
-  }
   if (threadIdx.x != 0) return;
-  int64_t token = kNoToken;
-  if (chosen >= 0) token = m.d2t ? m.d2t[chosen] : chosen;
-  if (token < 0 || token >= m.target_vocab) token = kNoToken;
-  m.previous[sequence] = token;  // -1: the next row of w1 is NaN, and so on to the end
+  const int64_t token = markov_token(m, chosen);
+  m.previous[sequence] = token;
   m.tokens[slot] = token;
+}
+
+// The confidence head, a thread block per slot of a sequence, a warp per leaf of the dot.
+__global__ void markov_confidence(const float* hidden,    // [sequences, slots, hidden]
+                                  const float* embedded,  // [slots, sequences, rank]
+                                  const float* weight,    // [inputs]: hidden, then rank or nothing
+                                  const float* bias,      // [1] or null
+                                  int64_t sequences, int64_t slots, int64_t hidden_size,
+                                  int64_t rank, int64_t inputs,
+                                  float* confidences) {  // [sequences, slots]
+  __shared__ float leaf[kLanes];
+  const int64_t at = blockIdx.x, sequence = at / slots, slot = at % slots;
+  const float* h = hidden + at * hidden_size;
+  const float* e = embedded + (slot * sequences + sequence) * rank;
+  const int warp = int(threadIdx.x) / kLanes, warps = int(blockDim.x) / kLanes;
+  Tree<float> tree;
+  for (int64_t first = 0; first < inputs; first += warps * kLeaf) {
+    const int64_t begin = first + warp * kLeaf, left = inputs - begin;
+    const float sum = warp_dot(
+        left < kLeaf ? left : kLeaf,
+        [&](int64_t i) {
+          const int64_t n = begin + i;
+          return n < hidden_size ? h[n] : e[n - hidden_size];
+        },
+        [&](int64_t i) { return weight[begin + i]; });
+    if (lane_id() == 0) leaf[warp] = sum;
+    __syncthreads();
+    for (int w = 0; threadIdx.x == 0 && w < warps && first + w * kLeaf < inputs; ++w)
+      tree.push(leaf[w]);
+    __syncthreads();
+  }
+  if (threadIdx.x == 0)
+    confidences[at] = confidence(inputs > 0 ? tree.join() : 0.f, bias ? *bias : 0.f);
 }
 
 }  // namespace dflash::gpu

@@ -76,6 +76,18 @@ __device__ T max_lanes(T value, int width = kLanes) {
   return value;
 }
 
+// The largest of a warp's 64-bit keys, to every lane: its upper word, then the lower one among
+// those that have it.
+__device__ inline unsigned long long largest_key(unsigned long long key) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  const unsigned upper = __reduce_max_sync(kAllLanes, unsigned(key >> 32));
+  const unsigned mine = unsigned(key >> 32) == upper ? unsigned(key) : 0;
+  return (unsigned long long)(upper) << 32 | __reduce_max_sync(kAllLanes, mine);
+#else
+  return max_lanes(key);
+#endif
+}
+
 // fold() of core/reduce.h: acc[j] of lane l is accumulator 4 l + j. Addition commutes, so every
 // lane gets the bits of lane 0.
 __device__ inline float fold_lanes(const float (&acc)[kPerLane]) {
@@ -105,6 +117,25 @@ __device__ float warp_sum_leaf(const P& p, int64_t n) {
   for (int64_t e = kPerLane * lane_id(); e < n; e += kAccumulators)
     for (int j = 0; j < kPerLane && e + j < n; ++j) acc[j] = acc[j] + p(e + j);
   return fold_lanes(acc);
+}
+
+// Whether any lane says so.
+__device__ inline bool any_lane(bool mine) {
+  return max_lanes(mine ? 1 : 0) != 0;
+}
+
+// The first lane that says so; 32 if none does.
+__device__ inline int first_lane(bool mine) {
+  return -max_lanes(mine ? -lane_id() : -kLanes);
+}
+
+// sum_leaf() of core/sampling.h over one value per lane: lane l is accumulator l, those behind are
+// zeros, which change no sum of probabilities.
+__device__ inline float sum_candidates(float value) {
+  value = value + exchange(value, 1);
+  value = value + exchange(value, 2);
+  for (int step = 16; step > 2; step /= 2) value = value + exchange(value, step);
+  return value;
 }
 
 constexpr uint32_t kQuietNaN = 0x7fc00000u;

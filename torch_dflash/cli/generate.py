@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
+
     from ..decoding.loop import Generation
     from ..drafters.base import Drafter
     from ..gguf.tokenizer import Tokenizer
@@ -76,6 +78,9 @@ def add_parser(commands: Any) -> None:
         default="planes",
         help="of the target's quantized weights: 16 bits, or 8 as llama.cpp rounds them",
     )
+    p.add_argument(
+        "--device", default="cpu", metavar="cpu|cuda|cuda:N", help="where the models run"
+    )
     p.add_argument("--threads", type=int, help="CPU threads (default: all cores)")
     p.add_argument(
         "--reference", metavar="OP,OP", help="run these operators through their float64 reference"
@@ -109,11 +114,13 @@ def run(args: argparse.Namespace) -> int:
         use_reference(args.reference.split(","))
     kv = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}[args.kv_type]
     path = Path(args.model) if args.model else ASSETS / "target.gguf"
+    device = _device(args.device)
     target = load_target(path, state=args.state, kv_dtype=kv, activations=args.activations)
+    target.to(device)
     with GGUFFile.open(path) as file:
         tokenizer = tokenizer_from_gguf(file)
     name = _drafter(args)
-    drafter = None if name == "none" else load_drafter(name, target, kv_dtype=kv)
+    drafter = None if name == "none" else load_drafter(name, target, kv_dtype=kv).to(device)
     if drafter is not None:
         check_limit(args.draft_tokens, drafter.config, "--draft-tokens")
     prompt = _encode(args, tokenizer)
@@ -155,6 +162,29 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError("--pairs needs --compare, got none")
     if args.compare and args.stop:
         raise ValueError("--stop must be absent with --compare, which runs to a stop token")
+
+
+def _device(name: str) -> "torch.device":
+    """The device, if the models can run there."""
+    import torch
+
+    from .._ext import BACKENDS
+
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device must be cpu, cuda or cuda:N, got {name}")
+    if device.type not in BACKENDS:
+        raise ValueError(
+            "--device must be cpu here, got cuda: this build or this torch has no CUDA kernels; "
+            "`torch-dflash doctor` says which"
+        )
+    count = torch.cuda.device_count() if device.type == "cuda" else 0
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise ValueError(f"--device must be one of the {count} CUDA devices here, got {name}")
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
 def _encode(args: argparse.Namespace, tokenizer: "Tokenizer") -> list[int]:

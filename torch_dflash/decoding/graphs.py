@@ -1,8 +1,5 @@
 """Forward passes recorded once per shape, then run without Python between their operators."""
 
-import contextlib
-import threading
-import weakref
 from collections.abc import Callable, Hashable
 from typing import Any, Generic, TypeVar
 
@@ -12,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from .. import ops
 from .kv_cache import KVCache, Rows
+from .recorders import RECORDING, CpuRecorder, CudaRecorder, Pool, Recorder
 
 __all__ = ["StepGraphs"]
 
@@ -33,66 +31,42 @@ class _OnlyOperators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Recording(threading.local):
-    """Whether this thread records a pass, or was interrupted while it did."""
+class _Pass(Generic[R]):
+    """One recorded pass, run once: its inputs and results keep their addresses."""
 
-    on = False
-
-    def begin(self) -> None:
-        """Start; an interrupt between this and :meth:`end` is made good by the next pass."""
-        self.on = True
-        try:
-            ops.graph_begin()
-        except RuntimeError:  # somebody else's recording is on
-            self.on = False
-            raise
-
-    def end(self) -> int:
-        """Stop: handle of the graph."""
-        handle = ops.graph_end()
-        self.on = False
-        return handle
-
-    def abandon(self) -> None:
-        """Forget what an interrupt between two bytecodes left running, which nobody wants."""
-        with contextlib.suppress(RuntimeError):  # it had not begun yet
-            ops.graph_free(ops.graph_end())
-        self.on = False
-
-
-_RECORDING = _Recording()
-
-
-class _Graph(Generic[R]):
-    """One recorded pass: its inputs and results keep their addresses."""
-
-    def __init__(self, data: Tensor, rows: Rows, run: Callable[[Tensor, Rows], R]) -> None:
-        self.data, self.rows = data, rows
-        _RECORDING.begin()
+    def __init__(
+        self, recorder: Recorder, data: Tensor, rows: Rows, run: Callable[[Tensor, Rows], R]
+    ) -> None:
+        self.data, self.rows, self.recorder = data, rows, recorder
+        RECORDING.begin(recorder)
         try:
             with _OnlyOperators():  # type: ignore[no-untyped-call]
                 self.result = run(data, rows)
-        finally:
-            self.handle = _RECORDING.end()
-            self._free = weakref.finalize(self, ops.graph_free, self.handle)
-            self._free.atexit = False
-        self.bytes = ops.graph_bytes(self.handle)
+            RECORDING.end()
+        except Exception:  # an interrupt is made good by the next pass
+            RECORDING.abandon()
+            raise
+        if not recorder.runs:
+            recorder.replay()
 
 
 class StepGraphs:
     """The recorded passes of one model over one KV cache.
 
     A pass of the same name and number of rows is recorded at its first run and replayed from then
-    on: the same operators on the same tensors, so the same bits. Its result is overwritten by the
-    next run. Passes run eagerly on a GPU, where operators are replaced by their references, under a
-    dispatch mode, and when the intermediate results of all passes would take more than 64 MiB:
-    those models' steps are long enough to hide what a replay saves.
+    on: the same operators on the same tensors, so the same bits. On a CPU by ``ops.graph_*``, on a
+    GPU as a CUDA graph; the graphs of one model share their memory there. A result is overwritten
+    by the next run of any pass. Passes run eagerly where operators are replaced by their
+    references, under a dispatch mode, inside somebody else's CUDA graph, and on a CPU when the
+    intermediate results of all passes would take more than 64 MiB: those models' steps are long
+    enough to hide what a replay saves.
     """
 
     def __init__(self, enabled: bool = True) -> None:
         self.enabled = enabled
-        self._graphs: dict[tuple[Hashable, int], _Graph[Any] | None] = {}
+        self._graphs: dict[tuple[Hashable, int], _Pass[Any] | None] = {}
         self._bytes = 0
+        self._pool: Pool | None = None  # of the passes on a GPU
         self._positions: Tensor | None = None  # of the cache that the passes use
 
     def __reduce__(self) -> tuple[type["StepGraphs"], tuple[bool]]:
@@ -103,6 +77,7 @@ class StepGraphs:
         """Forget all passes: what they read or write has moved."""
         self._graphs.clear()
         self._bytes = 0
+        self._pool = None  # the next passes may not join one whose graphs are gone
 
     def run(
         self,
@@ -136,35 +111,45 @@ class StepGraphs:
             if key not in self._graphs:
                 with torch.inference_mode(False), torch.no_grad():  # to be written from either mode
                     own = Rows(cache, start, count, own=True)
-                    return self._keep(key, _Graph(whole().clone(), own, run)).result
+                    recorded = _Pass(self._recorder(data.device), whole().clone(), own, run)
+                    return self._keep(key, recorded).result
         graph = self._graphs[key] if recordable else None
         if graph is None:
             return run(whole(), Rows(cache, start, count))
         (graph.data if tail is None else graph.data[: data.shape[0]]).copy_(data)
         graph.rows.move(start)
-        ops.graph_replay(graph.handle)
+        graph.recorder.replay()
         result: R = graph.result
         return result
 
     def _recordable(self, data: Tensor) -> bool:
         return (
             self.enabled
-            and data.device.type == "cpu"
+            and (
+                data.device.type == "cpu"
+                or (data.device.type == "cuda" and not torch.cuda.is_current_stream_capturing())
+            )
             and not ops.REPLACED
             and _get_current_dispatch_mode() is None
         )
 
+    def _recorder(self, device: torch.device) -> Recorder:
+        if device.type == "cpu":
+            return CpuRecorder()
+        if self._pool is None:
+            self._pool = Pool(device)
+        return CudaRecorder(self._pool)
+
     def _prepare(self, cache: KVCache) -> None:
         """Forget what an interrupt left, and passes over other tensors than the cache's."""
-        if _RECORDING.on:
-            _RECORDING.abandon()
+        RECORDING.abandon()
         if cache.positions is not self._positions:  # another cache, or one that has grown
             self.clear()
             self._positions = cache.positions
 
-    def _keep(self, key: tuple[Hashable, int], graph: _Graph[R]) -> _Graph[R]:
+    def _keep(self, key: tuple[Hashable, int], graph: _Pass[R]) -> _Pass[R]:
         """Replay it from now on, if there is room for what it keeps."""
-        fits = self._bytes + graph.bytes <= _MOST_BYTES
+        fits = self._bytes + graph.recorder.bytes <= _MOST_BYTES
         self._graphs[key] = graph if fits else None
-        self._bytes += graph.bytes if fits else 0
+        self._bytes += graph.recorder.bytes if fits else 0
         return graph

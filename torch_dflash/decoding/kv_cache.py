@@ -14,6 +14,7 @@ class Rows:
     Attributes:
         rows: how many.
         positions: int64 ``[rows]``; also the rows of the caches.
+        following: int64 ``[rows]``, the position behind each row.
         cu_seqlens: int32 ``[2]``.
         lengths: int32 ``[1]``, keys including these rows.
 
@@ -28,17 +29,22 @@ class Rows:
         cache.reserve(start + rows)
         self.rows = rows
         # Views of tables that the cache keeps: making small tensors costs more than using them.
-        self.positions = cache.positions[start : start + rows]
-        self.lengths = cache.counts[start + rows : start + rows + 1]
         self.cu_seqlens = cache.cu_seqlens(rows)
+        table = cache.positions[start : start + rows + 1]
+        self.lengths = cache.counts[start + rows : start + rows + 1]
         if own:
-            self._ahead = cache.positions[:rows].clone()  # 0, 1, ..
-            self.positions, self.lengths = self.positions.clone(), self.lengths.clone()
+            self._ahead = cache.positions[: rows + 1].clone()  # 0, 1, ..
+            self._table = table = table.clone()
+            # The length is the position behind the rows: an int32 in its lower half.
+            self.lengths = table[rows:].view(torch.int32)[:1]
+        self.positions, self.following = table[:rows], table[1:]
 
     def move(self, start: int) -> None:
-        """Let rows that own their tensors stand at ``start ..``, wherever they stood."""
-        torch.add(self._ahead, start, out=self.positions)
-        self.lengths.fill_(start + self.rows)
+        """Let rows that own their tensors stand at ``start ..``, wherever they stood.
+
+        One addition with the start as its argument: on a GPU a launch that waits for no copy.
+        """
+        torch.add(self._ahead, start, out=self._table)
 
 
 class KVCache:
@@ -76,7 +82,7 @@ class KVCache:
     @property
     def capacity(self) -> int:
         """Rows that fit without growing."""
-        return self.positions.shape[0]
+        return max(0, self.positions.shape[0] - 1)
 
     def cu_seqlens(self, rows: int) -> Tensor:
         """``[0, rows]`` as int32, made once."""
@@ -96,7 +102,7 @@ class KVCache:
             grown = {
                 "k": [self._grown(old, capacity) for old in self.k],
                 "v": [self._grown(old, capacity) for old in self.v],
-                "positions": torch.arange(capacity, device=self.positions.device),
+                "positions": torch.arange(capacity + 1, device=self.positions.device),
                 "counts": torch.arange(capacity + 1, dtype=torch.int32, device=self.counts.device),
             }
         # All or nothing: neither an interrupt nor a lack of memory may leave some layers behind.

@@ -17,7 +17,8 @@ from ..drafters.base import Drafter
 from ..policies.base import Policy, check_limit
 from ..policies.fixed import FixedPolicy
 from .proposal import Proposal
-from .sampling import GREEDY, SamplingParams, sampling_rows
+from .recorders import recording_seconds
+from .sampling import GREEDY, SamplingParams, SamplingRows
 from .stats import GenerationStats
 from .stop import StopChecker
 from .target import Target
@@ -101,6 +102,7 @@ class Session:
             check_limit(self.policy.limit, drafter.config, "the policy's draft_tokens")
         self._committed: list[int] = []
         self._pending: list[Tensor] = []  # target_hidden rows the drafter has not seen yet
+        self._sampling: SamplingRows | None = None
         self._key = object()
         self.reset()
 
@@ -233,12 +235,12 @@ class Session:
         yield StepResult(emitted, text + (stop.flush() if left == 0 else ""))
         while left and stop.reason is None:
             with self._running(key):
-                began = time.perf_counter()
+                began, recorded = time.perf_counter(), recording_seconds()
                 following, tokens, offered, accepted = self._step(anchor, left, sampling)
                 emitted, text = self._emit(tokens[:left], stop)
                 self._commit(newest, emitted)
                 anchor, newest = following, emitted[-1]
-                seconds = time.perf_counter() - began
+                seconds = time.perf_counter() - began - (recording_seconds() - recorded)
             left -= len(emitted)
             stats.new_tokens += len(emitted)
             stats.decode_seconds += seconds
@@ -301,8 +303,9 @@ class Session:
         offered = draft.shape[1]
         self._verified = self.target.verify(torch.cat([anchor, draft[0]]))
         accepted, bonus = self._accept(proposal, self._verified.logits, sampling)
-        n = int(accepted)
-        return bonus, [*draft[0, :n].tolist(), int(bonus)], offered, n
+        # All that the host reads, at once: on a GPU it waits here, and nowhere else in the step.
+        n, *tokens = torch.cat([accepted, draft[0], bonus]).tolist()
+        return bonus, [*tokens[:n], tokens[-1]], offered, n
 
     def _propose(self, anchor: Tensor, left: int, sampling: SamplingParams) -> Proposal | None:
         if self.drafter is None:
@@ -320,18 +323,19 @@ class Session:
         """The next token of one row, at its absolute position."""
         if sampling.greedy:
             return ops.head_topk(logits, 1, 1.0, 0.0)[1].view(1)
-        probs = self._probs(logits, sampling)
-        return ops.categorical(probs, self._uniform(position, 1, sampling, TARGET_STREAM))
+        request = self._request(sampling)
+        uniform = self._uniform(position, 1, request, TARGET_STREAM)
+        return ops.categorical(request.probs(logits), uniform)
 
-    @staticmethod
-    def _probs(logits: Tensor, sampling: SamplingParams) -> Tensor:
-        rows = sampling_rows(sampling, logits.shape[0], logits.device)
-        return ops.sampling_probs(logits, *rows)
-
-    def _uniform(self, first: int, count: int, sampling: SamplingParams, stream: int) -> Tensor:
+    def _request(self, sampling: SamplingParams) -> SamplingRows:
         device = self.target.vocabulary.embed.packed.device
-        positions = torch.arange(first, first + count, device=device)
-        return ops.uniform(torch.full_like(positions, sampling.seed), positions, stream)
+        if self._sampling is None or self._sampling.device != device:
+            self._sampling = SamplingRows(self.target.max_rows, device)
+        return self._sampling.hold(sampling)
+
+    def _uniform(self, first: int, count: int, request: SamplingRows, stream: int) -> Tensor:
+        positions = torch.arange(first, first + count, device=request.device)
+        return request.uniform(positions, stream)
 
     def _accept(
         self, proposal: Proposal, logits: Tensor, sampling: SamplingParams
@@ -340,20 +344,22 @@ class Session:
             ids = ops.head_topk(logits, 1, 1.0, 0.0)[1].view(1, -1)
             return ops.accept_greedy(proposal.tokens, proposal.offered, ids)
         count, first = proposal.tokens.shape[1], self.target.length + 1
+        request = self._request(sampling)
         return ops.accept(
             proposal.tokens,
             proposal.offered,
-            self._probs(logits, sampling)[None],
+            request.probs(logits)[None],
             proposal.q_ids,
             proposal.q,
-            self._uniform(first, count, sampling, ACCEPT_STREAM)[None],
-            self._uniform(first, count + 1, sampling, TARGET_STREAM)[None],
+            self._uniform(first, count, request, ACCEPT_STREAM)[None],
+            self._uniform(first, count + 1, request, TARGET_STREAM)[None],
         )
 
     def _flush(self) -> None:
         """Hand the drafter its context; a burst of plain steps is handed over at once."""
         if self._pending and self.drafter is not None:
-            self.drafter.commit(torch.cat(self._pending))
+            rows = self._pending
+            self.drafter.commit(rows[0] if len(rows) == 1 else torch.cat(rows))
             self._pending, self._pending_bytes = [], 0
 
     def _commit(self, anchor: int, emitted: list[int]) -> None:

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["GREEDY", "SamplingParams", "sampling_rows"]
+from .. import ops
+
+__all__ = ["GREEDY", "SamplingParams", "SamplingRows"]
 
 
 def _whole(value: object) -> bool:
@@ -54,12 +56,47 @@ class SamplingParams:
 GREEDY = SamplingParams()
 
 
-def sampling_rows(
-    sampling: SamplingParams, rows: int, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``(temperature, top_k, top_p)`` of one request for every row of a call."""
-    return (
-        torch.full((rows,), sampling.temperature, dtype=torch.float32, device=device),
-        torch.full((rows,), sampling.top_k, dtype=torch.int64, device=device),
-        torch.full((rows,), sampling.top_p, dtype=torch.float32, device=device),
-    )
+class SamplingRows:
+    """The sampling of one request for every row of a call, on the device.
+
+    The tensors keep their addresses from request to request, so recorded passes can read them.
+
+    Args:
+        rows: most rows of a call.
+        device: where the tensors live.
+    """
+
+    @torch.inference_mode(False)  # to be written from either mode
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self.device = device
+        self._sampling: SamplingParams | None = None
+        self._temperature = torch.zeros(rows, dtype=torch.float32, device=device)
+        self._top_k = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._top_p = torch.full((rows,), 1.0, dtype=torch.float32, device=device)
+        self._seeds = torch.zeros(rows, dtype=torch.int64, device=device)
+
+    def hold(self, sampling: SamplingParams) -> "SamplingRows":
+        """Hold this request's values from here on."""
+        if sampling != self._sampling:
+            self._sampling = None  # an interrupt leaves nothing half written and believed
+            self._temperature.fill_(sampling.temperature)
+            self._top_k.fill_(sampling.top_k)
+            self._top_p.fill_(sampling.top_p)
+            self._seeds.fill_(sampling.seed)
+            self._sampling = sampling
+        return self
+
+    def temperature(self, rows: int) -> Tensor:
+        """float32 ``[rows]``."""
+        return self._temperature[:rows]
+
+    def probs(self, logits: Tensor) -> Tensor:
+        """``[rows, vocabulary]`` logits -> probabilities."""
+        rows = logits.shape[0]
+        return ops.sampling_probs(
+            logits, self._temperature[:rows], self._top_k[:rows], self._top_p[:rows]
+        )
+
+    def uniform(self, positions: Tensor, stream: int) -> Tensor:
+        """Random numbers of these positions, float32 ``[rows]``."""
+        return ops.uniform(self._seeds[: positions.shape[0]], positions, stream)

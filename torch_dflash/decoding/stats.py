@@ -20,7 +20,8 @@ class GenerationStats:
         accepted: draft tokens accepted.
         emitted_lengths: tokens emitted by each step, cut at a stop and at the length limit.
         offered_at, accepted_at: the same by position in the block, 0 the first draft token.
-        prefill_seconds, decode_seconds: wall-clock.
+        prefill_seconds, decode_seconds: wall-clock; recording a pass, once for every number of
+            rows, counts as neither.
         step_seconds: target rows -> seconds of the steps with that many rows.
     """
 

@@ -1,7 +1,7 @@
 """DFlash: a block of mask tokens, denoised in one pass over the target's hidden states."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -10,16 +10,25 @@ from .. import ops
 from ..decoding.graphs import StepGraphs
 from ..decoding.kv_cache import KVCache, Rows
 from ..decoding.proposal import Proposal
-from ..decoding.sampling import SamplingParams, sampling_rows
+from ..decoding.sampling import SamplingParams, SamplingRows
 from ..gguf.tensor import QuantTensor
 from ..nn import Module, QuantEmbedding, QuantGLU, QuantLinear, RMSNorm, Vocabulary
 from .base import Drafter, register
 from .config import DrafterConfig
 
-__all__ = ["DFlash", "Tensors"]
+__all__ = ["DFlash", "Drafted", "Tensors"]
 
 T = TypeVar("T")
 DRAFT_STREAM = 1  # of ops.uniform: independent of the target's and of the acceptance's numbers
+
+
+class Drafted(NamedTuple):
+    """What a block gives, in the terms of :class:`Proposal`; q over the drafter's own ids."""
+
+    tokens: Tensor
+    q: Tensor | None = None
+    q_ids: Tensor | None = None
+    confidence: Tensor | None = None
 
 
 class Tensors:
@@ -216,6 +225,7 @@ class DFlash(Drafter):
         self._load(t)
         # Both choose rows by the values of ids, which is not an operator of ours.
         self.graphs = StepGraphs(enabled=self.mask_row is None and self.d2t is None)
+        self._sampling: SamplingRows | None = None
         self.cache = self._new_cache()
         self.reset()
 
@@ -289,10 +299,17 @@ class DFlash(Drafter):
         return self._run("forward", self._backbone, anchor, rows).clone()
 
     def _run(
-        self, name: Hashable, run: Callable[[Tensor, Rows], T], anchor: Tensor, rows: int
+        self,
+        name: Hashable,
+        run: Callable[[Tensor, Rows], T],
+        anchor: Tensor,
+        rows: int,
+        recorded: bool = True,
     ) -> T:
         """A pass over the anchor and ``rows - 1`` masks; its result lives until the next one."""
         tail = self.mask.expand(rows - 1)
+        if not recorded:
+            return run(torch.cat([anchor, tail]), Rows(self.cache, self._length, rows))
         return self.graphs.run(name, anchor, self.cache, self._length, run, tail)
 
     def _backbone(self, tokens: Tensor, block: Rows) -> Tensor:
@@ -303,11 +320,10 @@ class DFlash(Drafter):
             y = layer.feed_forward(y, residual, block)
         return self.norm(y, residual)
 
-    def uniforms(self, draft_tokens: int, sampling: SamplingParams) -> Tensor:
-        """Uniform numbers of the draft tokens' positions, float32 ``[draft_tokens]``."""
-        first = self._length + 1
-        positions = torch.arange(first, first + draft_tokens, device=self.device)
-        return ops.uniform(torch.full_like(positions, sampling.seed), positions, DRAFT_STREAM)
+    @property
+    def _draws_by_operators(self) -> bool:
+        """Whether :meth:`_drawn` is a pass that can be recorded; see there."""
+        return self.config.output_multiplier == 1 and self.config.final_logit_softcapping == 0
 
     @property
     def skipped_rows(self) -> int:
@@ -340,45 +356,58 @@ class DFlash(Drafter):
         sampling: SamplingParams,
         rows: int | None = None,
     ) -> Proposal:
-        """Draft one block; what a row of it predicts is the kind's own: :meth:`_sampled`, and
-        :meth:`_best` with :meth:`_greedy`.
+        """Draft one block; what a row of it predicts is the kind's own: :meth:`_best`, or
+        :meth:`_drawn` at a temperature.
         """
         rows = self._block_rows(draft_tokens, rows)
         read = slice(self.skipped_rows, self.skipped_rows + draft_tokens)
-        offered = torch.full((1,), draft_tokens, dtype=torch.int32, device=self.device)
-        if not sampling.greedy:
-            return self._sampled(self.forward(anchor, rows)[read], anchor, offered, sampling)
+        request = None if sampling.greedy else self._request(sampling)
 
-        def run(tokens: Tensor, block: Rows) -> Any:
-            return self._best(self._backbone(tokens, block)[read], tokens[:1])
+        def run(tokens: Tensor, block: Rows) -> Drafted:
+            hidden = self._backbone(tokens, block)[read]
+            if request is None:
+                return self._best(hidden, tokens[:1])
+            uniforms = request.uniform(block.following[:draft_tokens], DRAFT_STREAM)
+            return self._drawn(hidden, tokens[:1], request, uniforms)
 
-        return self._greedy(self._run(("greedy", draft_tokens), run, anchor, rows), offered)
+        recorded = sampling.greedy or self._draws_by_operators
+        drafted = self._run((sampling.greedy, draft_tokens), run, anchor, rows, recorded)
+        kept = (None if t is None else t.clone() for t in drafted)  # the next block overwrites it
+        offered = self.cache.counts[draft_tokens : draft_tokens + 1]
+        return self._proposal(Drafted(*kept), offered)
 
-    def _sampled(
-        self, hidden: Tensor, anchor: Tensor, offered: Tensor, sampling: SamplingParams
-    ) -> Proposal:
-        """Each row's token is drawn by itself, at its own position."""
-        logits, count, c = self.head(hidden), hidden.shape[0], self.config
-        multiplier, softcap = c.output_multiplier, c.final_logit_softcapping
-        if multiplier != 1 or softcap != 0:  # the k best of all, put back where they were
-            values, order = ops.head_topk(logits, logits.shape[1], multiplier, softcap)
-            logits = logits.scatter(1, order, values)
-        q = ops.sampling_probs(logits, *sampling_rows(sampling, count, self.device))
-        ids = ops.categorical(q, self.uniforms(count, sampling)).view(1, -1)
-        if self.d2t is not None:
-            full = q.new_zeros(count, self.config.vocab_size)
-            q = full.index_copy_(1, self.d2t, q)
-        return Proposal(self._target_ids(ids), offered, q=q[None])
+    def _request(self, sampling: SamplingParams) -> SamplingRows:
+        if self._sampling is None or self._sampling.device != self.device:
+            self._sampling = SamplingRows(self.config.block_size, self.device)
+        return self._sampling.hold(sampling)
 
-    def _best(self, hidden: Tensor, anchor: Tensor) -> Any:
-        """What the rows of ``hidden`` predict, by operators alone."""
+    def _best(self, hidden: Tensor, anchor: Tensor) -> Drafted:
+        """The most likely token of every row, by operators alone."""
         logits, c = self.head(hidden), self.config
         best = ops.head_topk(logits, 1, c.output_multiplier, c.final_logit_softcapping)[1]
-        return self._target_ids(best.view(1, -1))
+        return Drafted(self._target_ids(best.view(1, -1)))
 
-    def _greedy(self, best: Any, offered: Tensor) -> Proposal:
-        """The proposal of :meth:`_best`'s result, which the next block overwrites."""
-        return Proposal(best.clone(), offered)
+    def _drawn(
+        self, hidden: Tensor, anchor: Tensor, request: SamplingRows, uniforms: Tensor
+    ) -> Drafted:
+        """A token of every row at the request's temperature, and what it was drawn from."""
+        logits, c = self.head(hidden), self.config
+        if c.output_multiplier != 1 or c.final_logit_softcapping != 0:
+            # the k best of all, put back where they were
+            values, order = ops.head_topk(
+                logits, logits.shape[1], c.output_multiplier, c.final_logit_softcapping
+            )
+            logits = logits.scatter(1, order, values)
+        q = request.probs(logits)
+        ids = ops.categorical(q, uniforms).view(1, -1)
+        return Drafted(self._target_ids(ids), q[None])
+
+    def _proposal(self, drafted: Drafted, offered: Tensor) -> Proposal:
+        q = drafted.q
+        if q is not None and drafted.q_ids is None and self.d2t is not None:
+            full = q.new_zeros(*q.shape[:2], self.config.vocab_size)
+            q = full.index_copy_(2, self.d2t, q)
+        return Proposal(drafted.tokens, offered, q, drafted.q_ids, drafted.confidence)
 
     def _target_ids(self, ids: Tensor) -> Tensor:
         return ids if self.d2t is None else self.d2t[ids]

@@ -5,12 +5,11 @@ from torch import Tensor
 
 from .. import ops
 from ..decoding.kv_cache import KVCache, Rows
-from ..decoding.proposal import Proposal
-from ..decoding.sampling import SamplingParams, sampling_rows
+from ..decoding.sampling import SamplingRows
 from ..nn import QuantEmbedding, QuantLinear, RMSNorm
 from .base import register
 from .config import DrafterConfig
-from .dflash import DFlash, Layer, Tensors
+from .dflash import DFlash, Drafted, Layer, Tensors
 
 __all__ = ["DFlash2"]
 
@@ -67,18 +66,20 @@ class DFlash2(DFlash):
         zeros = torch.zeros(self.config.block_size, dtype=torch.float32, device="cpu")
         self.register_buffer("zeros", zeros, persistent=False)
 
-    def _sampled(
-        self, hidden: Tensor, anchor: Tensor, offered: Tensor, sampling: SamplingParams
-    ) -> Proposal:
-        """The path through the top-k candidates of each row, drawn candidate by candidate."""
-        temperature = sampling_rows(sampling, 1, self.device)[0]
-        uniforms = self.uniforms(hidden.shape[0], sampling).view(1, -1)
-        tokens, q, ids = self._walk(hidden, anchor, temperature, uniforms)
-        return Proposal(tokens, offered, q=q, q_ids=ids[None])
+    @property
+    def _draws_by_operators(self) -> bool:
+        return True
 
-    def _best(self, hidden: Tensor, anchor: Tensor) -> Tensor:
+    def _drawn(
+        self, hidden: Tensor, anchor: Tensor, request: SamplingRows, uniforms: Tensor
+    ) -> Drafted:
+        """The path through the top-k candidates of each row, drawn candidate by candidate."""
+        tokens, q, ids = self._walk(hidden, anchor, request.temperature(1), uniforms.view(1, -1))
+        return Drafted(tokens, q, ids[None])
+
+    def _best(self, hidden: Tensor, anchor: Tensor) -> Drafted:
         uniforms = self.zeros[: hidden.shape[0]].view(1, -1)
-        return self._walk(hidden, anchor, self.zeros[:1], uniforms)[0]
+        return Drafted(self._walk(hidden, anchor, self.zeros[:1], uniforms)[0])
 
     def _walk(
         self, hidden: Tensor, anchor: Tensor, temperature: Tensor, uniforms: Tensor

@@ -5,11 +5,10 @@ from typing import Final
 from torch import Tensor
 
 from .. import ops
-from ..decoding.proposal import Proposal
-from ..decoding.sampling import SamplingParams, sampling_rows
+from ..decoding.sampling import SamplingRows
 from ..nn import QuantEmbedding, QuantLinear
 from .base import register
-from .dflash import DFlash, Tensors
+from .dflash import DFlash, Drafted, Tensors
 
 __all__ = ["DSpark"]
 
@@ -42,26 +41,25 @@ class DSpark(DFlash):
         bias = t.optional_floats("confidence_head.proj.bias")
         self.register_buffer("confidence_bias", bias, persistent=False)
 
-    def _sampled(
-        self, hidden: Tensor, anchor: Tensor, offered: Tensor, sampling: SamplingParams
-    ) -> Proposal:
+    @property
+    def _draws_by_operators(self) -> bool:
+        return True
+
+    def _drawn(
+        self, hidden: Tensor, anchor: Tensor, request: SamplingRows, uniforms: Tensor
+    ) -> Drafted:
         """Each token conditions the next through the Markov table."""
-        temperature = sampling_rows(sampling, 1, self.device)[0]
-        uniforms = self.uniforms(hidden.shape[0], sampling).view(1, -1)
-        tokens, q, confidence = self._chain(hidden, anchor, temperature, uniforms)
-        if self.d2t is not None:
-            full = q.new_zeros(*q.shape[:2], self.config.vocab_size)
-            q = full.index_copy_(2, self.d2t, q)
-        scored = None if self.confidence_weight is None else confidence
-        return Proposal(tokens, offered, q=q, confidence=scored)
+        tokens, q, confidence = self._chain(
+            hidden, anchor, request.temperature(1), uniforms.view(1, -1)
+        )
+        return Drafted(tokens, q, confidence=self._scored(confidence))
 
-    def _best(self, hidden: Tensor, anchor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self._chain(hidden, anchor, None, None)
+    def _best(self, hidden: Tensor, anchor: Tensor) -> Drafted:
+        tokens, _, confidence = self._chain(hidden, anchor, None, None)
+        return Drafted(tokens, confidence=self._scored(confidence))
 
-    def _greedy(self, best: tuple[Tensor, Tensor, Tensor], offered: Tensor) -> Proposal:
-        tokens, _, confidence = best
-        scored = None if self.confidence_weight is None else confidence.clone()
-        return Proposal(tokens.clone(), offered, confidence=scored)
+    def _scored(self, confidence: Tensor) -> Tensor | None:
+        return None if self.confidence_weight is None else confidence
 
     def _chain(
         self, hidden: Tensor, anchor: Tensor, temperature: Tensor | None, uniforms: Tensor | None

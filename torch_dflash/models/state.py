@@ -77,9 +77,12 @@ class RecurrentState:
             self.journal_decay = zeros(2, 2, max_rows, s.v_heads)
         self.slots = torch.tensor([SLOT], dtype=torch.int32, device=device)
         self.indices = torch.arange(1, slots, dtype=torch.int32, device=device).view(1, -1)
-        self.conv_accepted = torch.ones(1, dtype=torch.int32, device=device)
-        self.accepted = torch.zeros(1, dtype=torch.int32, device=device)
-        self.parity = torch.zeros(1, dtype=torch.int32, device=device)
+        # What a step reads: one tensor, so that a commit is one copy from the table of all choices.
+        self._control = torch.zeros(3, dtype=torch.int32, device=device)
+        self.conv_accepted, self.accepted, self.parity = self._control.split(1)
+        rows = torch.arange(1 + max_rows, dtype=torch.int32, device=device)
+        choices = [torch.stack([rows, rows, torch.full_like(rows, p)], 1) for p in (0, 1)]
+        self._choices = torch.stack(choices)  # [parity, rows, 3]
         self._parity = 0  # what the tensor holds
         self.prefill_slot: Tensor | None = None  # set while rows are committed as they run
         self._pending = 0  # rows of the journal that belong to the sequence but not to the base
@@ -91,17 +94,15 @@ class RecurrentState:
             window.zero_()
         for state in self.state:
             state.zero_()
-        self._set(conv=1, accepted=0 if self.kind == "journal" else 1)
-        self._set_parity(0)
+        self._set(1)
+        if self.kind == "journal":
+            self.accepted.zero_()
         self._pending = 0
 
-    def _set_parity(self, parity: int) -> None:
+    def _set(self, rows: int, parity: int = 0) -> None:
+        """The step to come goes on behind this row of the last one."""
         self._parity = parity
-        self.parity.fill_(parity)
-
-    def _set(self, conv: int, accepted: int) -> None:
-        self.conv_accepted.fill_(conv)
-        self.accepted.fill_(accepted)
+        self._control.copy_(self._choices[parity, rows])
 
     def begin_prefill(self) -> Tensor:
         """Make one slot hold the state after all committed rows.
@@ -141,10 +142,9 @@ class RecurrentState:
 
     def commit(self, rows: int) -> None:
         """Keep the first ``rows`` rows of the last verification."""
-        self._set(conv=rows, accepted=rows)
-        if self.kind == "journal":
-            self._set_parity(1 - self._parity)
-            self._pending = rows
+        journal = self.kind == "journal"
+        self._set(rows, 1 - self._parity if journal else 0)
+        self._pending = rows if journal else 0
 
 
 class TargetState:
