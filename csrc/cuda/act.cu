@@ -2,7 +2,7 @@
 
 #include <torch/csrc/stable/library.h>
 
-#include "gpu/act.cuh"
+#include "gpu/quant_act.cuh"
 
 namespace dflash::cuda {
 

@@ -22,10 +22,10 @@ Tensor codebook_rows(const Tensor& packed, int64_t type, const Tensor* few, cons
   Tensor out = new_empty(packed, {ids, rank}, ScalarType::Float);
   const Launch launch(packed, rank);
   dispatch_format(type, [&]<class F>() {
-    gpu::codebook_rows<F><<<grid_of(ids, launch), launch.threads, 0, launch.stream>>>(
-        packed.const_data_ptr<uint8_t>(), few ? few->const_data_ptr<int64_t>() : nullptr,
-        many.const_data_ptr<int64_t>(), out.mutable_data_ptr<float>(), packed.size(0), int(first),
-        int(ids), int(rank));
+    launch_pdl(gpu::codebook_rows<F>, grid_of(ids, launch), launch.threads, 0, launch.stream,
+               packed.const_data_ptr<uint8_t>(), few ? few->const_data_ptr<int64_t>() : nullptr,
+               many.const_data_ptr<int64_t>(), out.mutable_data_ptr<float>(), packed.size(0),
+               int(first), int(ids), int(rank));
   });
   STD_CUDA_KERNEL_LAUNCH_CHECK();
   return out;
@@ -50,13 +50,13 @@ Tensor grouped_conv(const Tensor& x, const Tensor& coef, const Tensor& base, int
   };
   if (act_mode == 0) {
     const Launch launch(x, plan.columns);
-    gpu::grouped_conv<<<grid_of(plan.rows, launch), launch.threads, 0, launch.stream>>>(
-        view, plan.out.mutable_data_ptr<float>());
+    launch_pdl(gpu::grouped_conv, grid_of(plan.rows, launch), launch.threads, 0, launch.stream,
+               view, plan.out.mutable_data_ptr<float>());
   } else {
     const Launch launch(x, ceil_div<int64_t>(plan.columns, kActGroup) * kLanes);
     with_group(act_mode, [&]<class Group>() {
-      gpu::grouped_conv_packed<<<grid_of(plan.rows, launch), launch.threads, 0, launch.stream>>>(
-          view, static_cast<Group*>(plan.out.mutable_data_ptr()));
+      launch_pdl(gpu::grouped_conv_packed<Group>, grid_of(plan.rows, launch), launch.threads, 0,
+                 launch.stream, view, static_cast<Group*>(plan.out.mutable_data_ptr()));
     });
   }
   STD_CUDA_KERNEL_LAUNCH_CHECK();
@@ -99,9 +99,9 @@ std::tuple<Tensor, Tensor> selector_walk(const Tensor& ids, const Tensor& scores
       plan.q.mutable_data_ptr<float>(),
   };
   if (wide)
-    gpu::selector_walk_wide<<<unsigned(S), gpu::kRowThreads, 0, launch.stream>>>(arguments);
+    launch_pdl(gpu::selector_walk_wide, unsigned(S), gpu::kRowThreads, 0, launch.stream, arguments);
   else
-    gpu::selector_walk<<<unsigned(S), gpu::kRowThreads, 0, launch.stream>>>(arguments);
+    launch_pdl(gpu::selector_walk, unsigned(S), gpu::kRowThreads, 0, launch.stream, arguments);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
   return {plan.tokens, plan.q};
 }

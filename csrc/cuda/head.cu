@@ -38,20 +38,21 @@ std::tuple<Tensor, Tensor> head_topk(const Tensor& logits, int64_t k, double mul
   const auto chunks_of = [](int64_t count) { return ceil_div<int64_t>(count, gpu::kTopkChunk); };
   int64_t chunks = chunks_of(plan.vocabulary);
   if (plan.k > gpu::kTopkMost || chunks > 65535) {
-    gpu::head_topk_any<<<unsigned(plan.rows), gpu::kTopkThreads, 0, launch.stream>>>(view);
+    launch_pdl(gpu::head_topk_any, unsigned(plan.rows), gpu::kTopkThreads, 0, launch.stream, view);
     STD_CUDA_KERNEL_LAUNCH_CHECK();
     return {plan.values, plan.ids};
   }
   const auto grid = [&](int64_t chunks) { return dim3(unsigned(plan.rows), unsigned(chunks)); };
   std::optional<Tensor> keys = keys_of(logits, plan.rows, chunks, plan.k);
-  gpu::head_topk_logits<<<grid(chunks), gpu::kTopkThreads, 0, launch.stream>>>(view, data(keys));
+  launch_pdl(gpu::head_topk_logits, grid(chunks), gpu::kTopkThreads, 0, launch.stream, view,
+             data(keys));
   STD_CUDA_KERNEL_LAUNCH_CHECK();
   while (chunks > 1) {
     const int64_t count = chunks * plan.k;
     chunks = chunks_of(count);
     std::optional<Tensor> fewer = keys_of(logits, plan.rows, chunks, plan.k);
-    gpu::head_topk_keys<<<grid(chunks), gpu::kTopkThreads, 0, launch.stream>>>(view, data(keys),
-                                                                               count, data(fewer));
+    launch_pdl(gpu::head_topk_keys, grid(chunks), gpu::kTopkThreads, 0, launch.stream, view,
+               data(keys), count, data(fewer));
     STD_CUDA_KERNEL_LAUNCH_CHECK();
     keys = fewer;
   }

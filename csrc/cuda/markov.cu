@@ -99,7 +99,8 @@ std::tuple<Tensor, Tensor, Tensor> markov_chain(
   };
   const auto embed = [&](int64_t slot, const int64_t* tokens) {
     dispatch_format(w1_type, [&]<class F>() {
-      gpu::markov_embed<F><<<blocks, launch.threads, 0, launch.stream>>>(table_of(slot), tokens);
+      launch_pdl(gpu::markov_embed<F>, blocks, launch.threads, 0, launch.stream, table_of(slot),
+                 tokens);
     });
     STD_CUDA_KERNEL_LAUNCH_CHECK();
   };
@@ -108,12 +109,12 @@ std::tuple<Tensor, Tensor, Tensor> markov_chain(
     const Tensor before = torch::stable::narrow(embedded, 0, m.slot * S, S);
     if (joint) {
       j.embedded = before.const_data_ptr<float>();
-      gpu::markov_features<<<blocks, gpu::kRowThreads, 0, launch.stream>>>(j);
+      launch_pdl(gpu::markov_features, blocks, gpu::kRowThreads, 0, launch.stream, j);
       STD_CUDA_KERNEL_LAUNCH_CHECK();
       const Tensor mixed =
           linear(features, *joint, joint_type, plan.joint_rows, plan.joint_columns, joint_bias);
       j.mixed = mixed.const_data_ptr<float>();
-      gpu::markov_row<<<blocks, gpu::kRowThreads, 0, launch.stream>>>(j);
+      launch_pdl(gpu::markov_row, blocks, gpu::kRowThreads, 0, launch.stream, j);
       STD_CUDA_KERNEL_LAUNCH_CHECK();
     }
     Tensor bias = packs ? qmm(packed, w2, {w2_type}, {V}, plan.rank, std::nullopt)
@@ -122,26 +123,26 @@ std::tuple<Tensor, Tensor, Tensor> markov_chain(
     if (greedy) {
       auto* best = chunks > 1 ? static_cast<gpu::RankKey*>(keys.mutable_data_ptr()) : nullptr;
       if (best) {
-        gpu::markov_best<<<dim3(blocks, unsigned(chunks)), gpu::kTopkThreads, 0, launch.stream>>>(
-            m, best);
+        launch_pdl(gpu::markov_best, dim3(blocks, unsigned(chunks)), gpu::kTopkThreads, 0,
+                   launch.stream, m, best);
         STD_CUDA_KERNEL_LAUNCH_CHECK();
       }
       dispatch_format(w1_type, [&]<class F>() {
-        gpu::markov_next<F><<<blocks, gpu::kTopkThreads, 0, launch.stream>>>(m, best, chunks,
-                                                                             table_of(m.slot + 1));
+        launch_pdl(gpu::markov_next<F>, blocks, gpu::kTopkThreads, 0, launch.stream, m, best,
+                   chunks, table_of(m.slot + 1));
       });
       STD_CUDA_KERNEL_LAUNCH_CHECK();
     } else {
-      gpu::markov_draw<<<blocks, gpu::kRowThreads, 0, launch.stream>>>(m);
+      launch_pdl(gpu::markov_draw, blocks, gpu::kRowThreads, 0, launch.stream, m);
       STD_CUDA_KERNEL_LAUNCH_CHECK();
       if (m.slot + 1 < N) embed(m.slot + 1, m.previous);
     }
   }
   if (confidence_weight) {
-    gpu::markov_confidence<<<unsigned(S * N), launch.threads, 0, launch.stream>>>(
-        hidden.const_data_ptr<float>(), embedded.const_data_ptr<float>(), data(confidence_weight),
-        data(confidence_bias), S, N, plan.hidden, plan.rank, plan.confidence_inputs,
-        plan.confidence.mutable_data_ptr<float>());
+    launch_pdl(gpu::markov_confidence, unsigned(S * N), launch.threads, 0, launch.stream,
+               hidden.const_data_ptr<float>(), embedded.const_data_ptr<float>(),
+               data(confidence_weight), data(confidence_bias), S, N, plan.hidden, plan.rank,
+               plan.confidence_inputs, plan.confidence.mutable_data_ptr<float>());
     STD_CUDA_KERNEL_LAUNCH_CHECK();
   }
   return {plan.tokens, plan.q, plan.confidence};

@@ -48,7 +48,7 @@ Tensor qk_norm_rope_store(const std::optional<Tensor>& q, const Tensor& k, const
   view.cache_rows = plan.cache_rows;
   const Launch launch(k, plan.rows * (plan.q_heads + plan.kv_heads) * kLanes);
   with_type(float_type(k_cache), [&]<class T>() {
-    gpu::qk_norm_rope_store<T><<<launch.grid, launch.threads, 0, launch.stream>>>(view);
+    launch_pdl(gpu::qk_norm_rope_store<T>, launch.grid, launch.threads, 0, launch.stream, view);
   });
   STD_CUDA_KERNEL_LAUNCH_CHECK();
   return plan.out;

@@ -18,9 +18,9 @@ Tensor uniform(const Tensor& seeds, const Tensor& positions, int64_t stream) {
   UniformPlan plan = plan_uniform(seeds, positions, stream);
   if (plan.count == 0) return plan.out;
   const Launch launch(seeds, plan.count);
-  gpu::uniform_kernel<<<launch.grid, launch.threads, 0, launch.stream>>>(
-      seeds.const_data_ptr<int64_t>(), positions.const_data_ptr<int64_t>(), int(stream),
-      plan.out.mutable_data_ptr<float>(), plan.count);
+  launch_pdl(gpu::uniform_kernel, launch.grid, launch.threads, 0, launch.stream,
+             seeds.const_data_ptr<int64_t>(), positions.const_data_ptr<int64_t>(), int(stream),
+             plan.out.mutable_data_ptr<float>(), plan.count);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
   return plan.out;
 }
@@ -31,10 +31,10 @@ Tensor sampling_probs(const Tensor& logits, const Tensor& temperature, const Ten
   if (plan.rows == 0) return plan.out;
   Tensor sums = leaf_scratch(logits, plan.rows, plan.vocab);
   const Launch launch(logits, plan.rows);
-  gpu::sampling_probs<<<unsigned(plan.rows), gpu::kRowThreads, 0, launch.stream>>>(
-      logits.const_data_ptr<float>(), temperature.const_data_ptr<float>(),
-      top_k.const_data_ptr<int64_t>(), top_p.const_data_ptr<float>(), plan.vocab,
-      plan.out.mutable_data_ptr<float>(), sums.mutable_data_ptr<float>());
+  launch_pdl(gpu::sampling_probs, unsigned(plan.rows), gpu::kRowThreads, 0, launch.stream,
+             logits.const_data_ptr<float>(), temperature.const_data_ptr<float>(),
+             top_k.const_data_ptr<int64_t>(), top_p.const_data_ptr<float>(), plan.vocab,
+             plan.out.mutable_data_ptr<float>(), sums.mutable_data_ptr<float>());
   STD_CUDA_KERNEL_LAUNCH_CHECK();
   return plan.out;
 }
@@ -44,9 +44,9 @@ Tensor categorical(const Tensor& probs, const Tensor& uniform) {
   if (plan.rows == 0) return plan.out;
   Tensor sums = leaf_scratch(probs, plan.rows, plan.vocab);
   const Launch launch(probs, plan.rows);
-  gpu::categorical<<<unsigned(plan.rows), gpu::kRowThreads, 0, launch.stream>>>(
-      probs.const_data_ptr<float>(), uniform.const_data_ptr<float>(), plan.vocab,
-      plan.out.mutable_data_ptr<int64_t>(), sums.mutable_data_ptr<float>());
+  launch_pdl(gpu::categorical, unsigned(plan.rows), gpu::kRowThreads, 0, launch.stream,
+             probs.const_data_ptr<float>(), uniform.const_data_ptr<float>(), plan.vocab,
+             plan.out.mutable_data_ptr<int64_t>(), sums.mutable_data_ptr<float>());
   STD_CUDA_KERNEL_LAUNCH_CHECK();
   return plan.out;
 }
@@ -73,7 +73,7 @@ std::tuple<Tensor, Tensor> accept(const Tensor& draft, const Tensor& offered, co
       plan.length.mutable_data_ptr<int32_t>(),
       plan.next.mutable_data_ptr<int64_t>(),
   };
-  gpu::accept<<<unsigned(plan.sequences), gpu::kRowThreads, 0, launch.stream>>>(arguments);
+  launch_pdl(gpu::accept, unsigned(plan.sequences), gpu::kRowThreads, 0, launch.stream, arguments);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
   return {plan.length, plan.next};
 }
@@ -83,10 +83,10 @@ std::tuple<Tensor, Tensor> accept_greedy(const Tensor& draft, const Tensor& offe
   AcceptPlan plan = plan_accept_greedy(draft, offered, target_ids);
   if (plan.sequences == 0) return {plan.length, plan.next};
   const Launch launch(draft, plan.sequences);
-  gpu::accept_greedy<<<launch.grid, launch.threads, 0, launch.stream>>>(
-      draft.const_data_ptr<int64_t>(), offered.const_data_ptr<int32_t>(),
-      target_ids.const_data_ptr<int64_t>(), plan.sequences, plan.tokens,
-      plan.length.mutable_data_ptr<int32_t>(), plan.next.mutable_data_ptr<int64_t>());
+  launch_pdl(gpu::accept_greedy, launch.grid, launch.threads, 0, launch.stream,
+             draft.const_data_ptr<int64_t>(), offered.const_data_ptr<int32_t>(),
+             target_ids.const_data_ptr<int64_t>(), plan.sequences, plan.tokens,
+             plan.length.mutable_data_ptr<int32_t>(), plan.next.mutable_data_ptr<int64_t>());
   STD_CUDA_KERNEL_LAUNCH_CHECK();
   return {plan.length, plan.next};
 }

@@ -2,6 +2,7 @@
 // side.
 #pragma once
 #include "core/formats/all.h"
+#include "gpu/warp.cuh"
 
 namespace dflash::gpu {
 
@@ -19,6 +20,7 @@ __global__ void embed_rows(const uint8_t* packed,  // [rows, columns / kElems qu
                            const int64_t* ids,     // [count / columns]
                            float* out,             // [count / columns, columns]
                            int64_t rows, int64_t columns, int64_t count, float scale) {
+  start();
   const int64_t n = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
   if (n >= count) return;
   const int64_t row = ids[n / columns];

@@ -37,6 +37,7 @@ __device__ inline float convolved(const ConvolutionView& v, int64_t n, int64_t f
 
 // A value per thread; blockIdx.x is the row.
 __global__ void grouped_conv(ConvolutionView v, float* out) {  // [rows, columns]
+  start();
   const int c = int(blockIdx.y * blockDim.x + threadIdx.x);
   if (c >= v.columns) return;
   const int64_t n = blockIdx.x;
@@ -46,6 +47,7 @@ __global__ void grouped_conv(ConvolutionView v, float* out) {  // [rows, columns
 // Packed: a group of activations per warp.
 template <class Group>
 __global__ void grouped_conv_packed(ConvolutionView v, Group* out) {  // [rows, groups of 256]
+  start();
   const int per_row = ceil_div<int>(v.columns, kActGroup);
   const int64_t n = blockIdx.x;
   const int group = int(blockIdx.y * blockDim.x + threadIdx.x) / kLanes;
@@ -66,6 +68,7 @@ __global__ void codebook_rows(const uint8_t* packed,  // [rows, rank / kElems qu
                               const int64_t* many,    // [ids - few_ids]
                               float* out,             // [ids, rank]
                               int64_t rows, int few_ids, int ids, int rank) {
+  start();
   const int at = int(blockIdx.x), r = int(blockIdx.y * blockDim.x + threadIdx.x);
   if (r >= rank) return;
   const int64_t row = at < few_ids ? few[at] : many[at - few_ids];
@@ -134,6 +137,7 @@ __device__ inline int lane_draw(float p, int count, float u) {
 // A thread block per sequence, a warp per candidate, for up to 32 of them; every warp then makes
 // the same choice by itself.
 __global__ void __launch_bounds__(kRowThreads) selector_walk(WalkArguments a) {
+  start();
   __shared__ float score[2][kLanes];
   const int64_t n = blockIdx.x;
   const int K = int(a.candidates), R = int(a.rank);
@@ -168,6 +172,7 @@ __global__ void __launch_bounds__(kRowThreads) selector_walk(WalkArguments a) {
 
 // The same for any number of candidates.
 __global__ void __launch_bounds__(kRowThreads) selector_walk_wide(WalkArguments a) {
+  start();
   __shared__ RowShared s;
   const int64_t n = blockIdx.x, K = a.candidates, R = a.rank;
   const int warp = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;

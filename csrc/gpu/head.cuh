@@ -1,18 +1,9 @@
 // Top-k of logits, in stages: the k best of every chunk of a row, then the k best of those, until a
-// row is one chunk. A value and its id are one integer (core/topk.h), so the best are the same in
-// any order. A row that holds a NaN answers ids of -1 and values of NaN.
+// row is one chunk. A row that holds a NaN answers ids of -1 and values of NaN.
 #pragma once
-#include "core/topk.h"
-#include "gpu/warp.cuh"
+#include "gpu/topk.cuh"
 
 namespace dflash::gpu {
-
-constexpr int kTopkThreads = 512, kTopkWarps = kTopkThreads / kLanes, kTopkPerThread = 8;
-constexpr int kTopkChunk = kTopkThreads * kTopkPerThread;
-constexpr int kTopkMost = kLanes;  // by chunks; a larger k takes head_topk_any
-
-using RankKey = unsigned long long;          // of core/topk.h, what max_lanes() takes
-constexpr RankKey kNoKey = 0, kNaN = ~0ull;  // behind all values, ahead of all
 
 struct TopkView {
   const float* logits;  // [rows, vocabulary]
@@ -21,42 +12,6 @@ struct TopkView {
   float* values;  // [rows, k]
   int64_t* ids;   // [rows, k]
 };
-
-// The i-th largest of a warp's keys to lane i, i < k <= 32; kN keys a lane, each at most once but
-// for kNoKey and kNaN.
-template <int kN>
-__device__ RankKey warp_topk(RankKey (&key)[kN], int k) {
-  RankKey mine = kNoKey, out = kNoKey;
-#pragma unroll
-  for (int j = 0; j < kN; ++j) mine = key[j] > mine ? key[j] : mine;
-  for (int i = 0; i < k; ++i) {
-    const RankKey best = largest_key(mine);
-    if (lane_id() == i) out = best;
-    if (mine != best || best == kNoKey) continue;
-    mine = kNoKey;
-#pragma unroll
-    for (int j = 0; j < kN; ++j) {
-      if (key[j] == best) key[j] = kNoKey;
-      mine = key[j] > mine ? key[j] : mine;
-    }
-  }
-  return out;
-}
-
-// The k best of a thread block's keys, descending in lanes 0 .. k - 1 of warp 0. kTopkThreads
-// threads.
-__device__ inline RankKey block_topk(RankKey (&key)[kTopkPerThread], int k) {
-  __shared__ RankKey found[kTopkWarps * kTopkMost];
-  const int warp = int(threadIdx.x) / kLanes, lane = lane_id();
-  const RankKey best = warp_topk(key, k);
-  if (lane < k) found[warp * k + lane] = best;
-  __syncthreads();
-  RankKey of_all[kTopkWarps * kTopkMost / kLanes];
-#pragma unroll
-  for (int j = 0; j < kTopkWarps * kTopkMost / kLanes; ++j)
-    of_all[j] = j * kLanes + lane < kTopkWarps * k ? found[j * kLanes + lane] : kNoKey;
-  return warp == 0 ? warp_topk(of_all, k) : kNoKey;
-}
 
 // Results of a row from its keys, one per lane.
 __device__ inline void store_topk(const TopkView& t, int64_t row, RankKey key) {
@@ -69,6 +24,7 @@ __device__ inline void store_topk(const TopkView& t, int64_t row, RankKey key) {
 
 // Block (row, chunk): the best of a chunk to keys [rows, chunks, k], or to the results.
 __global__ void __launch_bounds__(kTopkThreads) head_topk_logits(TopkView t, RankKey* keys) {
+  start();
   const int64_t row = blockIdx.x, first = int64_t(blockIdx.y) * kTopkChunk + threadIdx.x;
   const float* logits = t.logits + row * t.vocabulary;
   RankKey key[kTopkPerThread];
@@ -89,6 +45,7 @@ __global__ void __launch_bounds__(kTopkThreads) head_topk_logits(TopkView t, Ran
 // The same of `count` keys of a row.
 __global__ void __launch_bounds__(kTopkThreads)
     head_topk_keys(TopkView t, const RankKey* from, int64_t count, RankKey* keys) {
+  start();
   const int64_t row = blockIdx.x, first = int64_t(blockIdx.y) * kTopkChunk + threadIdx.x;
   RankKey key[kTopkPerThread];
 #pragma unroll
@@ -106,6 +63,7 @@ __global__ void __launch_bounds__(kTopkThreads)
 
 // Any k, a thread block per row: k times the best of what is behind the last one found.
 __global__ void __launch_bounds__(kTopkThreads) head_topk_any(TopkView t) {
+  start();
   __shared__ RankKey best_of[kTopkWarps];
   const int tid = int(threadIdx.x);
   const int64_t row = blockIdx.x;

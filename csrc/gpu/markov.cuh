@@ -4,8 +4,8 @@
 #include "core/draft.h"
 #include "core/formats/all.h"
 #include "gpu/act.cuh"
-#include "gpu/head.cuh"
 #include "gpu/row.cuh"
+#include "gpu/topk.cuh"
 
 namespace dflash::gpu {
 
@@ -65,10 +65,12 @@ __device__ void embed_token(const MarkovTable& m, int64_t sequence, int64_t toke
 
 template <class F>
 __global__ void markov_embed(MarkovTable table, const int64_t* tokens) {  // [sequences]
+  start();
   embed_token<F>(table, blockIdx.x, tokens[blockIdx.x]);
 }
 
 __global__ void markov_features(MarkovJoint m) {
+  start();
   const int64_t sequence = blockIdx.x, R = m.rank, H = m.hidden_size;
   const float* e = m.embedded + sequence * R;
   const float* h = m.hidden + (sequence * m.slots + m.slot) * H;
@@ -85,6 +87,7 @@ __global__ void markov_features(MarkovJoint m) {
 }
 
 __global__ void markov_row(MarkovJoint m) {
+  start();
   const int64_t sequence = blockIdx.x, R = m.rank;
   const bool gated = m.head == MarkovHead::kGated;
   const float* mixed = m.mixed + sequence * (gated ? R : 3 * R);
@@ -121,15 +124,6 @@ __device__ inline bool is_mask(const MarkovSlot& m, int64_t v) {
   return m.mask_id >= 0 && (m.d2t ? m.d2t[v] : v) == m.mask_id;
 }
 
-// The largest of a thread block's keys, to all of it.
-__device__ inline RankKey block_best(RankKey key) {
-  __shared__ RankKey of_warp[kTopkWarps];
-  key = largest_key(key);
-  if (lane_id() == 0) of_warp[threadIdx.x / kLanes] = key;
-  __syncthreads();
-  return largest_key(lane_id() < kTopkWarps ? of_warp[lane_id()] : kNoKey);
-}
-
 // This thread's best logit of a chunk; kNaN for one that the CPU refuses.
 __device__ inline RankKey best_of_chunk(const MarkovSlot& m, int64_t sequence, int64_t chunk) {
   const float infinity = bit_cast<float>(0x7f800000u);
@@ -149,6 +143,7 @@ __device__ inline RankKey best_of_chunk(const MarkovSlot& m, int64_t sequence, i
 
 // Greedy, first stage, block (sequence, chunk): the best of a chunk to keys [sequences, chunks].
 __global__ void __launch_bounds__(kTopkThreads) markov_best(MarkovSlot m, RankKey* keys) {
+  start();
   const RankKey best = block_best(best_of_chunk(m, blockIdx.x, blockIdx.y));
   if (threadIdx.x == 0) keys[int64_t(blockIdx.x) * gridDim.y + blockIdx.y] = best;
 }
@@ -158,6 +153,7 @@ __global__ void __launch_bounds__(kTopkThreads) markov_best(MarkovSlot m, RankKe
 template <class F>
 __global__ void __launch_bounds__(kTopkThreads)
     markov_next(MarkovSlot m, const RankKey* keys, int64_t chunks, MarkovTable table) {
+  start();
   const int64_t sequence = blockIdx.x;
   RankKey best = kNoKey;
   if (!keys) best = best_of_chunk(m, sequence, 0);
@@ -174,6 +170,7 @@ __global__ void __launch_bounds__(kTopkThreads)
 
 // Sampled, or greedy among the largest of base, a thread block per sequence.
 __global__ void __launch_bounds__(kRowThreads) markov_draw(MarkovSlot m) {
+  start();
   __shared__ RowShared s;
   const int64_t sequence = blockIdx.x, slot = sequence * m.slots + m.slot, V = m.vocab;
   const float* base = m.base + slot * V;
@@ -215,6 +212,7 @@ __global__ void markov_confidence(const float* hidden,    // [sequences, slots, 
                                   int64_t sequences, int64_t slots, int64_t hidden_size,
                                   int64_t rank, int64_t inputs,
                                   float* confidences) {  // [sequences, slots]
+  start();
   __shared__ float leaf[kLanes];
   const int64_t at = blockIdx.x, sequence = at / slots, slot = at % slots;
   const float* h = hidden + at * hidden_size;

@@ -52,6 +52,7 @@ __device__ void norm_rotate(const RopeView& r, int64_t n, const float* x, const 
 // A position or slot out of range gives a NaN query and stores nothing.
 template <class T>
 __global__ void qk_norm_rope_store(RopeView r) {
+  start();
   const int64_t heads = r.q_heads + r.kv_heads, n = warp_id() / heads, h = warp_id() % heads;
   if (n >= r.rows) return;
   bool valid = r.slots[n] < r.cache_rows;

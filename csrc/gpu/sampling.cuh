@@ -9,6 +9,7 @@ namespace dflash::gpu {
 
 __global__ void uniform_kernel(const int64_t* seeds, const int64_t* positions, int stream,
                                float* out, int64_t count) {
+  start();
   const int64_t n = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
   if (n < count) out[n] = uniform(seeds[n], positions[n], stream);
 }
@@ -20,6 +21,7 @@ __global__ void __launch_bounds__(kRowThreads)
                    const float* top_p,         // [rows]
                    int64_t vocab, float* out,  // [rows, vocab]
                    float* sums) {              // [rows, leaves]
+  start();
   __shared__ RowShared s;
   const int64_t r = blockIdx.x;
   row_probs(s, logits + r * vocab, vocab, temperature[r], top_k[r], top_p[r], out + r * vocab,
@@ -30,6 +32,7 @@ __global__ void __launch_bounds__(kRowThreads)
     categorical(const float* probs,    // [rows, vocab]
                 const float* uniform,  // [rows]
                 int64_t vocab, int64_t* out, float* sums) {
+  start();
   __shared__ RowShared s;
   const int64_t r = blockIdx.x;
   const float* p = probs + r * vocab;
@@ -74,6 +77,7 @@ __device__ inline float residual_at(const int64_t* ids, const float* q, int64_t 
 }
 
 __global__ void __launch_bounds__(kRowThreads) accept(AcceptArguments a) {
+  start();
   __shared__ RowShared s;
   const int64_t n = blockIdx.x;
   const int64_t* draft = a.draft + n * a.tokens;
@@ -119,6 +123,7 @@ __global__ void accept_greedy(const int64_t* draft,       // [sequences, tokens]
                               const int32_t* offered,     // [sequences]
                               const int64_t* target_ids,  // [sequences, tokens + 1]
                               int64_t sequences, int64_t tokens, int32_t* length, int64_t* next) {
+  start();
   const int64_t n = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
   if (n >= sequences) return;
   const bool valid = offered[n] >= 0 && offered[n] <= tokens;

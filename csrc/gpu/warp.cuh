@@ -51,6 +51,12 @@ __device__ inline void let_next_begin() {
 #endif
 }
 
+// The beginning of a kernel that only launch latency matters to.
+__device__ inline void start() {
+  wait_for_earlier();
+  let_next_begin();
+}
+
 __device__ inline int lane_id() {
   return int(threadIdx.x % kLanes);
 }

@@ -11,7 +11,7 @@ def graph_begin() -> None:
     Raises:
         RuntimeError: this thread is recording already.
 
-    Source: ``csrc/cpu/graph.h``. Backends: CPU (on a GPU, use ``torch.cuda.graph``).
+    Source: ``csrc/cpu/graph.h``. Backends: CPU (on a GPU: CUDA graphs, ``decoding/recorders.py``).
     """
     torch.ops.dflash.graph_begin.default()
 
