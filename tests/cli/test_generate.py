@@ -169,6 +169,8 @@ def test_compare(run, files, kind):
         (("-p", "x", "--top-k", "-2"), "--top-k must be an integer >= 0 (0 keeps all), got -2"),
         (("-p", "x", "--seed", "-1"), "seed must be an integer in [0, 2^63), got -1"),
         (("-p", "x", "--top-k", str(10**30), "-t", "1"), "--top-k must be below 2^63, got 1000000"),
+        (("-p", "x", "--device", "tpu"), "--device must be cpu, cuda or cuda:N, got tpu"),
+        (("-p", "x", "--device", "cuda:99"), "--device must be "),
         (("-p", "x", "--threads", "0"), "--threads must be at least 1, got 0"),
         (("-p", "x", "--threads", str(2**31 - 1)), "--threads must be at most 1024, got 214748"),
         (("-p", "x\udcff"), "text must be Unicode, got the surrogate '\\udcff' at 1; was it read"),

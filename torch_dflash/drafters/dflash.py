@@ -1,7 +1,7 @@
 """DFlash: a block of mask tokens, denoised in one pass over the target's hidden states."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,56 +13,14 @@ from ..decoding.proposal import Proposal
 from ..decoding.sampling import SamplingParams, SamplingRows
 from ..gguf.tensor import QuantTensor
 from ..nn import Module, QuantEmbedding, QuantGLU, QuantLinear, RMSNorm, Vocabulary
-from .base import Drafter, register
+from .base import Drafted, Drafter, register
+from .checkpoint_tensors import Tensors
 from .config import DrafterConfig
 
-__all__ = ["DFlash", "Drafted", "Tensors"]
+__all__ = ["DFlash"]
 
 T = TypeVar("T")
 DRAFT_STREAM = 1  # of ops.uniform: independent of the target's and of the acceptance's numbers
-
-
-class Drafted(NamedTuple):
-    """What a block gives, in the terms of :class:`Proposal`; q over the drafter's own ids."""
-
-    tokens: Tensor
-    q: Tensor | None = None
-    q_ids: Tensor | None = None
-    confidence: Tensor | None = None
-
-
-class Tensors:
-    """A checkpoint's tensors, taken once each, so that none is forgotten or used twice."""
-
-    def __init__(self, tensors: Mapping[str, QuantTensor], prefix: str = "") -> None:
-        self._tensors, self._prefix = tensors, prefix
-
-    def scope(self, prefix: str) -> "Tensors":
-        """The tensors whose names begin with ``prefix``."""
-        return Tensors(self._tensors, self._prefix + prefix)
-
-    def weight(self, name: str) -> QuantTensor:
-        """The tensor as it lies in the file."""
-        return self._tensors[self._prefix + name]
-
-    def optional(self, name: str) -> QuantTensor | None:
-        """The tensor, or None if the checkpoint has none of that name."""
-        return self._tensors.get(self._prefix + name)
-
-    def floats(self, name: str) -> Tensor:
-        """A small tensor (a norm, a bias) as float32."""
-        return self.weight(name).to_dense().float()
-
-    def optional_floats(self, name: str) -> Tensor | None:
-        """The same, or None."""
-        return self.floats(name) if self._prefix + name in self._tensors else None
-
-    def bias(self, *names: str) -> Tensor | None:
-        """Biases side by side; None if there are none."""
-        found = [self.optional_floats(n) for n in names]
-        if all(b is None for b in found):
-            return None
-        return torch.cat([b for b in found if b is not None])
 
 
 def _as_row(vector: QuantTensor) -> QuantTensor:
@@ -372,9 +330,8 @@ class DFlash(Drafter):
 
         recorded = sampling.greedy or self._draws_by_operators
         drafted = self._run((sampling.greedy, draft_tokens), run, anchor, rows, recorded)
-        kept = (None if t is None else t.clone() for t in drafted)  # the next block overwrites it
         offered = self.cache.counts[draft_tokens : draft_tokens + 1]
-        return self._proposal(Drafted(*kept), offered)
+        return self._proposal(drafted.kept(), offered)
 
     def _request(self, sampling: SamplingParams) -> SamplingRows:
         if self._sampling is None or self._sampling.device != self.device:

@@ -7,9 +7,10 @@ from .. import ops
 from ..decoding.kv_cache import KVCache, Rows
 from ..decoding.sampling import SamplingRows
 from ..nn import QuantEmbedding, QuantLinear, RMSNorm
-from .base import register
+from .base import Drafted, register
+from .checkpoint_tensors import Tensors
 from .config import DrafterConfig
-from .dflash import DFlash, Drafted, Layer, Tensors
+from .dflash import DFlash, Layer
 
 __all__ = ["DFlash2"]
 

@@ -7,8 +7,9 @@ from torch import Tensor
 from .. import ops
 from ..decoding.sampling import SamplingRows
 from ..nn import QuantEmbedding, QuantLinear
-from .base import register
-from .dflash import DFlash, Drafted, Tensors
+from .base import Drafted, register
+from .checkpoint_tensors import Tensors
+from .dflash import DFlash
 
 __all__ = ["DSpark"]
 
