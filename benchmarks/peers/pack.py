@@ -2,7 +2,7 @@
 
     python -m benchmarks.peers.pack OUT [--vllm WHEEL] [--fla WHEEL] [--llama LLAMA_CPP]
 
-vLLM's library shrinks from 93 to 5 MB: of its device code only what is measured stays, for one
+vLLM's library shrinks from 93 to 3 MB: of its device code only what is measured stays, for one
 architecture (needs the package zstandard). What is packed belongs to its authors: never commit it.
 """
 
@@ -21,7 +21,9 @@ from .build_llama import build
 
 VLLM_LIBRARY = "vllm/_C_stable_libtorch.abi3.so"
 VLLM_CONV = "vllm/model_executor/layers/mamba/ops/causal_conv1d.py"
-_KERNELS = rb"marlin|gdn_decode_post_conv|fused_add_rms_norm"
+# Marlin for bfloat16 rows and 4-bit codes: vLLM's ids of the two types are in the name.
+_MARLIN = rb"MarlinILl1125899906909960ELl1125899907892224E"
+_KERNELS = _MARLIN + rb"|gdn_decode_post_conv|fused_add_rms_norm"
 _FLA = ("fla/utils/*.py", "fla/ops/gated_delta_rule/fused_recurrent.py", "fla/ops/utils/op.py",
         "fla/ops/utils/softplus.py")  # fmt: skip
 _CONV_IMPORTS = {
