@@ -62,7 +62,13 @@ class CudaClock:
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()
-        self._pool = torch.cuda.graph_pool_handle()
+        # Graphs follow one another in one pool of memory; it lives as long as a graph that uses it.
+        self._first = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            self._first.capture_begin(capture_error_mode="thread_local")
+            torch.zeros(1, device="cuda")
+            self._first.capture_end()
+        self._pool = self._first.pool()
 
     def record(self, calls: Sequence[Call]) -> Callable[[int], list[float]]:
         """Run the first call, which may compile something, then capture all of them."""
