@@ -90,6 +90,7 @@ def target(config: Qwen35Config, context: int, device: torch.device) -> Decoder:
     """
     g = torch.Generator(device).manual_seed(0)
     model = build_target(config, _Random(config, g), kv_dtype=KV_DTYPE).to(device)
+    model.graphs.enabled = False  # a clock of ours records the passes
     state = model.state
     state.kv.reserve(context + 2 * model.max_rows)
     assert state.recurrent is not None
@@ -114,6 +115,7 @@ def drafter(config: DrafterConfig, of: Decoder, device: torch.device) -> DFlash2
             values = torch.randn(shape, generator=g, device=device) * 0.2
         tensors[name] = QuantTensor.from_tensor(values.to(torch.bfloat16))
     model = DFlash2(config, tensors, of.vocabulary, KV_DTYPE).to(device)
+    model.graphs.enabled = False  # a clock of ours records the passes
     rows = torch.randn(of.length, config.target_hidden_columns, generator=g, device=device)
     for chunk in rows.split(config.block_size):
         model.commit(chunk)

@@ -114,7 +114,7 @@ def line(record: Record) -> str:
     low, high = record.spread
     name = f"{record.op} {record.case}"
     return (
-        f"{name:44}{record.type or '':9}{record.n:>3}{record.us:>10.2f}"
+        f"{name:46}{record.type or '':9}{record.n:>3}{record.us:>10.2f}"
         f"{low:>9.2f}..{high:<9.2f}{record.gbps:>7.0f}{ratio:>7}  {peers}".rstrip()
     )
 
@@ -122,7 +122,7 @@ def line(record: Record) -> str:
 def table(records: Iterable[Record]) -> str:
     """All figures; the last column says how much longer each peer takes."""
     head = (
-        f"{'operator, case':44}{'type':9}{'n':>3}{'us':>10}{'10%':>9}..{'90%':<9}{'GB/s':>7}"
+        f"{'operator, case':46}{'type':9}{'n':>3}{'us':>10}{'10%':>9}..{'90%':<9}{'GB/s':>7}"
         f"{'ratio':>7}  peers: us (theirs / ours)"
     )
     return "\n".join([head, *map(line, records)])

@@ -77,7 +77,7 @@ def _until(cases: Iterator[Case], end: float, now: Callable[[], float]) -> Itera
 
 
 def _measured(context: Context, case: Case) -> Record:
-    timing = measure(context.clock, case.work.calls, context.repeats)
+    timing = measure(context.clock, case.work.calls, context.repeats, case.work.live)
     peers = {name: _peer(context, work) for name, work in case.peers.items()}
     return Record.of(
         case.op, case.case, case.type, case.n, case.work.nbytes, timing, case.stream_gbps,

@@ -56,6 +56,9 @@ class Clock(Protocol):
             a function that replays them a number of times: microseconds of each replay.
         """
 
+    def live(self, calls: Sequence[Call]) -> Callable[[int], list[float]]:
+        """The same without a graph: as a program makes the calls, its own time included."""
+
 
 class CudaClock:
     """CUDA graphs, timed by events."""
@@ -103,44 +106,57 @@ class CudaClock:
 
         return replay
 
+    def live(self, calls: Sequence[Call]) -> Callable[[int], list[float]]:
+        """From an idle device to an idle device, by the host's clock."""
+        return _by_the_host(calls, torch.cuda.synchronize)
+
 
 class HostClock:
     """No graph and no device: what the suite runs on where there is no GPU."""
 
     def record(self, calls: Sequence[Call]) -> Callable[[int], list[float]]:
         """The calls one after another, timed by the host."""
+        return _by_the_host(calls, lambda: None)
 
-        def replay(times: int) -> list[float]:
-            out = []
-            for _ in range(times):
-                start = time.perf_counter()
-                for call in calls:
-                    call()
-                out.append((time.perf_counter() - start) * 1e6)
-            return out
-
-        return replay
+    live = record
 
 
-def measure(clock: Clock, calls: Sequence[Call], repeats: int = 15) -> Timing:
+def _by_the_host(calls: Sequence[Call], wait: Call) -> Callable[[int], list[float]]:
+    def replay(times: int) -> list[float]:
+        out = []
+        for _ in range(times):
+            wait()
+            start = time.perf_counter()
+            for call in calls:
+                call()
+            wait()
+            out.append((time.perf_counter() - start) * 1e6)
+        return out
+
+    return replay
+
+
+def measure(clock: Clock, calls: Sequence[Call], repeats: int = 15, live: bool = False) -> Timing:
     """Time calls that take turns.
 
     Args:
         clock: where they run.
         calls: one for each copy of the operands.
         repeats: replays that are timed, after two that are not.
+        live: as a program makes the calls, not from a graph.
 
     Returns:
         the time of one call. A replay cycles through the copies until it lasts a millisecond, so
         that starting a graph (some microseconds) does not count.
     """
-    once = clock.record(calls)
+    record = clock.live if live else clock.record
+    once = record(calls)
     guess = once(2)[-1]
     rounds = max(math.ceil(_LEAST_US / max(guess, 1e-3)), math.ceil(_LEAST_CALLS / len(calls)))
     if guess >= _LEAST_US:
         rounds = 1
     rounds = min(rounds, math.ceil(512 / len(calls)))
-    replay = once if rounds == 1 else clock.record([*calls] * rounds)
+    replay = once if rounds == 1 else record([*calls] * rounds)
     if rounds > 1:
         replay(2)
     count = rounds * len(calls)

@@ -20,13 +20,14 @@ class Work:
     Attributes:
         calls: one for each copy of the operands; they take turns.
         nbytes: what one call must move.
-        check: of a peer: how far its result is from ours, or raises :class:`Absent`.
         note: what it does differently.
+        live: timed as a program makes the calls, not from a graph.
     """
 
     calls: Sequence[Callable[[], object]]
     nbytes: int
     note: str = ""
+    live: bool = False
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,6 @@ def steps(c: Context) -> Iterator[Case]:
     target = model.target(c.shapes.target, c.shapes.context, c.device)
     drafter = model.drafter(c.shapes.drafter, target, c.device)
     target.capture(c.shapes.drafter.target_layer_ids)
-    # The clock records the whole step itself, also what a recording of ours would leave outside.
-    target.graphs.enabled = drafter.graphs.enabled = False
     context = f"context {c.shapes.context}"
     for rows in VERIFIED_ROWS:
         floor = model.target_floor(target, rows)
@@ -38,15 +36,31 @@ def steps(c: Context) -> Iterator[Case]:
     floor = model.append_floor(drafter)
     yield _case(c, f"DFlash2 commit of {rows}, {context}", "Q8_0", rows, floor,
                 _commit(drafter, hidden))  # fmt: skip
+    target.graphs.enabled = drafter.graphs.enabled = True
+    for rows in VERIFIED_ROWS[:2]:
+        floor = model.target_floor(target, rows)
+        yield _case(c, f"verify {rows} and commit, called from Python", "Q4_K_M", rows, floor,
+                    _step(target, rows, c), live=True)  # fmt: skip
+    floor = model.drafter_floor(drafter, target, c.shapes.drafter.block_size)
+    yield _case(c, "DFlash2 draft, called from Python", "Q8_0", c.shapes.drafter.block_size, floor,
+                lambda: drafter.propose(anchor, draft_tokens, GREEDY), live=True)  # fmt: skip
 
 
 def _case(
-    c: Context, name: str, kind: str, rows: int, floor: model.Floor, call: Callable[[], object]
+    c: Context,
+    name: str,
+    kind: str,
+    rows: int,
+    floor: model.Floor,
+    call: Callable[[], object],
+    live: bool = False,
 ) -> Case:
     parts: dict[str, object] = {"floor": {"bytes": dict(floor.parts), "read_gbps": c.read_gbps}}
     if c.read_gbps is not None:
         parts["floor_us"] = floor.nbytes / c.read_gbps / 1e3
-    return Case("step", name, kind, rows, Work([call], floor.nbytes), c.read_gbps, parts=parts)
+    return Case(
+        "step", name, kind, rows, Work([call], floor.nbytes, live=live), c.read_gbps, parts=parts
+    )
 
 
 def _verify(target: model.Decoder, rows: int, c: Context) -> Callable[[], object]:
@@ -60,6 +74,20 @@ def _verify(target: model.Decoder, rows: int, c: Context) -> Callable[[], object
     def run() -> tuple[Tensor, Tensor]:
         target._verified = 0  # the same place again
         return target.verify(tokens)
+
+    return run
+
+
+def _step(target: model.Decoder, rows: int, c: Context) -> Callable[[], object]:
+    """What the runner does with a verification of which everything is accepted."""
+    target.reset()
+    target.state.length = length = c.shapes.context
+    tokens = torch.arange(rows, device=c.device)
+
+    def run() -> None:
+        target.verify(tokens)
+        target.commit(rows)
+        target.state.length = length  # the same place again
 
     return run
 

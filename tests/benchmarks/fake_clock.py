@@ -18,3 +18,5 @@ class FakeClock:
             return [(self.us + i * self.jitter) * len(calls) for i in range(times)]
 
         return replay
+
+    live = record
