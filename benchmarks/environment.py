@@ -53,7 +53,8 @@ def environment(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": _version("triton"),
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        # no folders: where things lay says nothing
+        "command": [Path(argument).name for argument in sys.argv],
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
