@@ -108,6 +108,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=15, help="timed replays of a figure")
     parser.add_argument("--seconds", type=float, default=float("inf"),
                         help="begin no case after so many; what is left out is said")  # fmt: skip
+    parser.add_argument("--profile", action="store_true", help="kernels of whole steps")
     parser.add_argument("--unchecked", action="store_true", help="no tests first (while tuning)")
     parser.add_argument("--device", default="cuda", help="cpu tries the suite, with tiny shapes")
     args = parser.parse_args(argv)
@@ -139,6 +140,7 @@ def main(argv: list[str] | None = None) -> int:
         types=args.types,
         rows=sorted(args.rows),
         repeats=args.repeats,
+        profile=args.profile,
     )
     before = clocks()
     with torch.inference_mode():

@@ -5,11 +5,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from .cases import FAMILIES, Context
+from .profile import kernels
 from .record import PeerResult, Record, gbps, line
 from .timing import measure
 from .work import Absent, Case, Work
 
 __all__ = ["Outcome", "run"]
+
+_SAID = 15  # kernels of a step that are printed
 
 
 @dataclass
@@ -54,6 +57,10 @@ def run(
                 record = _measured(context, case)
                 outcome.records.append(record)
                 say(line(record))
+                for kernel in record.parts.get("kernels", [])[:_SAID]:
+                    say(
+                        f"  {kernel['us']:>10.1f} us {kernel['count']:>5} x {kernel['kernel'][:90]}"
+                    )
                 if record.op == "read":
                     context.read_gbps = record.gbps
         except _OutOfTime:
@@ -79,9 +86,12 @@ def _until(cases: Iterator[Case], end: float, now: Callable[[], float]) -> Itera
 def _measured(context: Context, case: Case) -> Record:
     timing = measure(context.clock, case.work.calls, context.repeats, case.work.live)
     peers = {name: _peer(context, work) for name, work in case.peers.items()}
+    parts = dict(case.parts)
+    if context.profile and case.op == "step" and not case.work.live:
+        parts["kernels"] = kernels(case.work.calls[0], context.device)
     return Record.of(
         case.op, case.case, case.type, case.n, case.work.nbytes, timing, case.stream_gbps,
-        peers=peers, parts=dict(case.parts),
+        peers=peers, parts=parts,
     )  # fmt: skip
 
 

@@ -83,6 +83,16 @@ def test_no_numbers_where_a_check_fails(tmp_path, checked, change):
     assert not out.exists()
 
 
+def test_a_profile_names_what_a_step_runs(tmp_path):
+    out = tmp_path / "out.json"
+    run.main([*SMALL, "--unchecked", "--families", "steps", "--profile", "--out", str(out)])
+    steps = json.loads(out.read_text())["records"]
+    for step in (s for s in steps if "Python" not in s["case"]):
+        assert any("qmm" in k["kernel"] for k in step["kernels"])
+        times = [k["us"] for k in step["kernels"]]
+        assert times == sorted(times, reverse=True)
+
+
 def test_unchecked_figures_say_so(tmp_path, capsys):
     out = tmp_path / "out.json"
     run.main([*SMALL, "--unchecked", "--families", "norm", "--out", str(out)])
