@@ -4,22 +4,28 @@ llama-cpp-python is built once, in an environment of its own, and is no dependen
 
     python tools/compare_llama.py prepare FOLDER       # 640 held-out tokens, copies as F32 and Q8_0
     LLAMA_PYTHON tools/compare_llama.py llama FOLDER --threads 2
+    BLAS_PYTHON tools/compare_llama.py blas FOLDER --threads 2      # if there is such a build
     python tools/compare_llama.py ours FOLDER --threads 2
+
+BLAS_PYTHON has llama-cpp-python built with CMAKE_ARGS="-DGGML_BLAS=ON -DGGML_BLAS_VENDOR=OpenBLAS".
+It multiplies 32 and more rows in float32, by the dequantized weights of the quantized file itself.
 
 llama.cpp rounds activations to 8 bits before it multiplies by quantized weights; on an F32 copy of
 the same weights it does not. So both are run: the copy judges the model, the file itself shows what
 the rounding does to llama.cpp. Our target reads the file with both kinds of activations. On a CPU
 llama.cpp's scale is a half per 32 values for Q8_0 and Q4_0, as in our q8_1, but a float per 256 for
 K-quants and IQ4_XS: so the copy as Q8_0 is compared too. The last part prints one JSON object, and
-fails if an arg max with planes differs from llama.cpp's on the F32 copy where its margin between
-the two best tokens exceeds 0.05.
+fails if an arg max with planes differs from llama.cpp's, on the F32 copy or on the file by BLAS,
+where its margin between the two best tokens exceeds 0.05.
 """
 
 import argparse
+import ctypes
 import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -58,20 +64,55 @@ def prepare(folder: Path) -> None:
     requantize(folder / "f32.gguf", folder / "q8_0.gguf", "q8_0")
 
 
+def options(threads: int) -> dict[str, Any]:
+    """Of every llama.cpp context."""
+    return {"n_ctx": 1024, "n_threads": threads, "n_threads_batch": threads, "verbose": False}
+
+
+def teacher_forced(name: str, path: Path, ids: list[list[int]], threads: int) -> dict[str, Any]:
+    """Logits of llama.cpp, each text as one batch."""
+    from llama_cpp import Llama
+
+    exact = {"type_k": 0, "type_v": 0, "flash_attn": False}
+    model = Llama(str(path), logits_all=True, **exact, **options(threads))
+    out = {}
+    for n, text in enumerate(ids):
+        model.reset()
+        model.eval(text)
+        out[f"{name}_{n}"] = np.array(model.scores[: len(text)], dtype=np.float32)
+    return out
+
+
+def blas(folder: Path, threads: int) -> None:
+    """Teacher-forced logits on the quantized file, of a llama.cpp that multiplies in float32."""
+    from llama_cpp import llama_cpp
+
+    base = Path(llama_cpp._base_path)
+    ggml = ctypes.CDLL(str(next(base.glob("libggml.so*"))))
+    ggml.ggml_backend_reg_by_name.restype = ctypes.c_void_p
+    if not ggml.ggml_backend_reg_by_name(b"BLAS"):
+        raise SystemExit(f"{base}: llama.cpp must be built with -DGGML_BLAS=ON, got one without")
+    default = llama_cpp.llama_model_default_params
+
+    def readable() -> Any:
+        parameters = default()
+        parameters.use_extra_bufts = False  # weights repacked for the CPU are none BLAS can read
+        return parameters
+
+    llama_cpp.llama_model_default_params = readable
+    ids = json.loads((folder / "tokens.json").read_text())
+    np.savez_compressed(folder / "blas.npz", **teacher_forced("blas", MODEL, ids, threads))
+
+
 def llama(folder: Path, threads: int) -> None:
     """Teacher-forced logits of llama.cpp on the files, and its speed on the quantized one."""
     from llama_cpp import Llama
 
-    options = {"n_ctx": 1024, "n_threads": threads, "n_threads_batch": threads, "verbose": False}
     ids = json.loads((folder / "tokens.json").read_text())
     out = {}
     for name, path in files(folder).items():
-        model = Llama(str(path), logits_all=True, type_k=0, type_v=0, flash_attn=False, **options)
-        for n, text in enumerate(ids):
-            model.reset()
-            model.eval(text)
-            out[f"{name}_{n}"] = np.array(model.scores[: len(text)], dtype=np.float32)
-    model = Llama(str(MODEL), **options)
+        out |= teacher_forced(name, path, ids, threads)
+    model = Llama(str(MODEL), **options(threads))
     best = 0.0
     for _ in range(RUNS):
         model.reset()
@@ -125,6 +166,12 @@ def ours(folder: Path, threads: int) -> int:
         planes = logits(target)
         on_f32 = compared(planes, llama["f32"])
         facts |= {"planes, f32": on_f32, "planes, quantized": compared(planes, llama["quantized"])}
+        wrong = on_f32["sure"] - on_f32["equal_where_sure"]
+        if (folder / "blas.npz").exists():
+            floats = np.load(folder / "blas.npz")
+            theirs = [torch.from_numpy(floats[f"blas_{n}"]) for n in range(len(ids))]
+            by_blas = facts["planes, quantized by BLAS"] = compared(planes, torch.cat(theirs))
+            wrong += by_blas["sure"] - by_blas["equal_where_sure"]
         q8 = logits(load_target(MODEL, activations="q8_1"))
         facts["q8_1, quantized"] = compared(q8, llama["quantized"])
         facts["q8_1, f32"] = compared(q8, llama["f32"])
@@ -148,21 +195,21 @@ def ours(folder: Path, threads: int) -> int:
         "ratio": round(speed / llama_speed, 3),
     }
     print(json.dumps(facts))
-    return 1 if on_f32["equal_where_sure"] < on_f32["sure"] else 0
+    return 1 if wrong else 0
 
 
 def main() -> int:
-    """Run one of the three parts."""
+    """Run one of the parts."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("part", choices=("prepare", "llama", "ours"))
+    parser.add_argument("part", choices=("prepare", "llama", "blas", "ours"))
     parser.add_argument("folder", type=Path, help="for the files between the parts")
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     if args.part == "prepare":
         prepare(args.folder)
         return 0
-    if args.part == "llama":
-        llama(args.folder, args.threads)
+    if args.part in ("llama", "blas"):
+        (llama if args.part == "llama" else blas)(args.folder, args.threads)
         return 0
     return ours(args.folder, args.threads)
 

@@ -1,6 +1,7 @@
 """Between Hugging Face folders and GGUF files: targets and drafters."""
 
 import logging
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -44,7 +45,7 @@ def convert_target(
 
     Args:
         folder: ``config.json``, safetensors, ``tokenizer.json`` and ``tokenizer_config.json``.
-        path: the file; it appears complete or not at all.
+        path: the file, none of these; it appears complete or not at all.
         dtype: of the matrices: float32, float16 or bfloat16; None keeps each one's own.
 
     Raises:
@@ -52,6 +53,7 @@ def convert_target(
         OSError: the file cannot be written.
     """
     folder = Path(folder)
+    check_other_file(Path(path), folder)
     config = read_config(folder)
     text = config.get("text_config", config)
     if not isinstance(text, dict) or config.get("model_type") not in _MODELS:
@@ -84,7 +86,7 @@ def convert_drafter(
     Args:
         source: a folder in the layout of z-lab, speculators or DSpark, or a GGUF file of any
             layout.
-        path: another file than these two; it appears complete or not at all.
+        path: another file than what is read of these two; it appears complete or not at all.
         target: GGUF or folder of its target. The file gets its tokenizer, without which llama.cpp
             does not load it, and what the drafter leaves to it; that they match is checked.
         outtype: ``f32``, ``f16``, ``bf16``, ``q8_0``, ``q6_k``, ``q5_k``, ``q4_k``, ``iq4_xs`` or
@@ -97,7 +99,7 @@ def convert_drafter(
 
     Raises:
         CheckpointError, GGUFError: not a drafter, one that does not match the target, or one that
-            the format cannot express; ``path`` is ``source`` or ``target``.
+            the format cannot express; ``path`` is a file of ``source`` or ``target``.
         OSError: the file cannot be written.
     """
     source = Path(source)
@@ -119,6 +121,7 @@ def convert_drafter(
         _log.warning("%s: without a tokenizer llama.cpp does not load it; pass the target", path)
     # a folder's name may have dots: Qwen3.8-27B-DFlash2
     name = source.resolve().name if source.is_dir() else source.stem
+    name = os.fsencode(name).decode(errors="replace")
     if "general.name" in own:
         name = own["general.name"].value
     write_drafter(

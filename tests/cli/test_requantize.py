@@ -180,14 +180,6 @@ def test_greedy_text_survives(dense, tmp_path):
             "tensor type 'atn_q' must match a tensor, got none of 80",
         ),
         (
-            ["{a}", "{t}/x.gguf", "--type", "q4_k", "--tensor-type", "attn_q=q9"],
-            "type of 'attn_q' must be one of f32, ",
-        ),
-        (
-            ["{a}", "{t}/x.gguf", "--type", "q4_k", "--tensor-type", "(=q8_0"],
-            "tensor type '(' must be a regular expression, got ",
-        ),
-        (
             ["{a}", "{t}/x.gguf", "--type", "q4_k", "--tensor-type", "attn_norm=q8_0"],
             "'blk.0.attn_norm.weight' must be a matrix with rows of a multiple of 32 values for",
         ),
@@ -216,16 +208,29 @@ def test_errors_are_one_line(argv, said, tmp_path, capsys):
     assert {*tmp_path.iterdir()} == before
 
 
-def test_a_rule_without_a_type_is_usage(capsys):
-    with pytest.raises(SystemExit):
-        main(["requantize", "a", "b", "--type", "q4_k", "--tensor-type", "attn_q"])
-    assert "must be REGEX=TYPE, got 'attn_q'" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "rule, said",
+    [
+        ("attn_q", "must be REGEX=TYPE, got 'attn_q'"),
+        ("=q8_0", "must be REGEX=TYPE, got '=q8_0'"),
+        ("attn_q=q9", "TYPE must be one of f32, f16, bf16, q8_0, q6_k, q5_k, q4_k, iq4_xs, q4_0, "
+         "keep, got 'q9'"),
+        ("(=q8_0", "REGEX must be a regular expression, got '(': missing )"),
+    ],
+)  # fmt: skip
+def test_a_wrong_rule_is_usage_and_names_the_flag(rule, said, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["requantize", "a", "b", "--type", "q4_k", "--tensor-type", rule])
+    assert f"error: argument --tensor-type: {said}" in capsys.readouterr().err
 
 
 def test_types_are_checked_in_python(tmp_path):
-    for wrong in ({"outtype": "q2_k"}, {"outtype": "q4_k", "fallback": "q2_k"}):
+    rule = {"outtype": "q4_k", "tensor_types": [("a", "q2_k")]}
+    for wrong in ({"outtype": "q2_k"}, {"outtype": "q4_k", "fallback": "q2_k"}, rule):
         with pytest.raises(GGUFError, match="must be one of f32, f16, bf16, q8_0"):
             requantize(TARGET, tmp_path / "x.gguf", **wrong)
+    with pytest.raises(GGUFError, match=r"tensor type '\(' must be a regular expression, got "):
+        requantize(TARGET, tmp_path / "x.gguf", "q4_k", tensor_types=[("(", "q8_0")])
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path):

@@ -1,8 +1,10 @@
 """``torch-dflash convert`` and ``prepare``: drafters between folders and GGUF files."""
 
 import argparse
-from pathlib import Path
 from typing import Any
+
+from .paths import path
+from .printable import printable
 
 __all__ = ["add_parser"]
 
@@ -18,10 +20,10 @@ def add_parser(commands: Any) -> None:
         help="write a drafter as a GGUF file",
         description="Write a drafter of any published layout as a GGUF file that llama.cpp loads.",
     )
-    p.add_argument("source", type=Path, help="Hugging Face folder, or a GGUF file of any layout")
-    p.add_argument("--output", "-o", type=Path, required=True, metavar="FILE", help="GGUF file")
+    p.add_argument("source", type=path, help="Hugging Face folder, or a GGUF file of any layout")
+    p.add_argument("--output", "-o", type=path, required=True, metavar="FILE", help="GGUF file")
     p.add_argument(
-        "--target", type=Path, metavar="MODEL",
+        "--target", type=path, metavar="MODEL",
         help="GGUF file or folder of its target: gives the tokenizer, and is checked",
     )  # fmt: skip
     p.add_argument(
@@ -52,10 +54,10 @@ def add_parser(commands: Any) -> None:
         description="Write config.json and safetensors of a drafter, for unmodified vLLM, SGLang "
         "and z-lab's package.",
     )
-    p.add_argument("source", type=Path, help="GGUF file, or a folder in another layout")
-    p.add_argument("--output", "-o", type=Path, required=True, metavar="DIR", help="a new folder")
+    p.add_argument("source", type=path, help="GGUF file, or a folder in another layout")
+    p.add_argument("--output", "-o", type=path, required=True, metavar="DIR", help="a new folder")
     p.add_argument(
-        "--target", type=Path, metavar="MODEL",
+        "--target", type=path, metavar="MODEL",
         help="GGUF file or folder of its target: says how deep it is, and is checked",
     )  # fmt: skip
     p.add_argument(
@@ -84,7 +86,7 @@ def run_convert(args: argparse.Namespace) -> int:
             overrides=Overrides(mask_token_id=args.mask_token_id, causal=causal),
             progress=progress,
         )
-    print(f"{args.output}: {summary(args.output)}")
+    print(printable(f"{args.output}: {summary(args.output)}"))
     return 0
 
 
@@ -105,5 +107,5 @@ def run_prepare(args: argparse.Namespace) -> int:
             dtype=dtypes[args.dtype],
             progress=progress,
         )
-    print(f"{args.output}: {summary(args.output)}")
+    print(printable(f"{args.output}: {summary(args.output)}"))
     return 0

@@ -3,8 +3,9 @@
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from .paths import named, path
 
 if TYPE_CHECKING:
     import torch
@@ -26,15 +27,17 @@ def add_parser(commands: Any) -> None:
         help="complete a prompt",
         description="Complete a prompt with a GGUF target; the embedded one without a MODEL.",
     )
-    p.add_argument("model", nargs="?", help="target GGUF file (default: the embedded model)")
+    p.add_argument(
+        "model", nargs="?", type=path, help="target GGUF file (default: the embedded model)"
+    )
     source = p.add_mutually_exclusive_group()
     source.add_argument("--prompt", "-p", help="text to complete; - reads standard input")
-    source.add_argument("--file", "-f", type=Path, help="file whose text is completed")
+    source.add_argument("--file", "-f", type=path, help="file whose text is completed")
     source.add_argument(
         "--chat", metavar="MESSAGE", help="a user message, through the chat template"
     )
     p.add_argument(
-        "--drafter", "-d", default=None, metavar="dflash|dflash2|dspark|none|PATH",
+        "--drafter", "-d", type=named, metavar="dflash|dflash2|dspark|none|PATH",
         help="drafter (default: dflash2 for the embedded model, none otherwise)",
     )  # fmt: skip
     p.add_argument(
@@ -113,11 +116,11 @@ def run(args: argparse.Namespace) -> int:
     if args.reference is not None:
         use_reference(args.reference.split(","))
     kv = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}[args.kv_type]
-    path = Path(args.model) if args.model else ASSETS / "target.gguf"
+    model = args.model or ASSETS / "target.gguf"
     device = _device(args.device)
-    target = load_target(path, state=args.state, kv_dtype=kv, activations=args.activations)
+    target = load_target(model, state=args.state, kv_dtype=kv, activations=args.activations)
     target.to(device)
-    with GGUFFile.open(path) as file:
+    with GGUFFile.open(model) as file:
         tokenizer = tokenizer_from_gguf(file)
     name = _drafter(args)
     drafter = None if name == "none" else load_drafter(name, target, kv_dtype=kv).to(device)

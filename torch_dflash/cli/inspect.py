@@ -3,8 +3,10 @@
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import Any
+
+from .paths import path
+from .printable import printable
 
 __all__ = ["add_parser"]
 
@@ -18,9 +20,9 @@ def add_parser(commands: Any) -> None:
         "The exit status is 1 for a file that cannot.",
     )
     parser.add_argument(
-        "file", type=Path, help="GGUF file; a drafter's folder, or only its config.json"
+        "file", type=path, help="GGUF file; a drafter's folder, or only its config.json"
     )
-    parser.add_argument("--target", type=Path, metavar="MODEL", help="check a drafter against it")
+    parser.add_argument("--target", type=path, metavar="MODEL", help="check a drafter against it")
     parser.add_argument("--tensors", action="store_true", help="list every tensor")
     parser.add_argument("--json", action="store_true", help="machine-readable")
     parser.set_defaults(run=run)
@@ -37,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
         _print(facts)
     if facts["usable"].startswith("yes"):
         return 0
-    print(f"torch-dflash: error: {facts['usable']}", file=sys.stderr)
+    print(f"torch-dflash: error: {printable(facts['usable'])}", file=sys.stderr)
     return 1
 
 
@@ -45,18 +47,22 @@ def _print(facts: dict[str, Any]) -> None:
     for key, value in facts.items():
         if key == "config":
             for name, (shown, source) in value.items():
-                print(f"  {name:36} {_short(shown):36} {source}")
+                _say(f"  {name:36} {_short(shown):36} {source}")
         elif key in ("notes", "elsewhere"):
             for line in value:
-                print(f"  {'note' if key == 'notes' else key}: {line}")
+                _say(f"  {'note' if key == 'notes' else key}: {line}")
         elif isinstance(value, dict):
-            print(key)
+            _say(key)
             for name, shown in value.items():
-                print(f"  {name:36} {_short(shown)}")
+                _say(f"  {name:36} {_short(shown)}")
         elif isinstance(value, list):
-            print(f"{key:22} {_lines(value)}")
+            _say(f"{key:22} {_lines(value)}")
         else:
-            print(f"{key:22} {value}")
+            _say(f"{key:22} {value}")
+
+
+def _say(text: str) -> None:
+    print(printable(text))
 
 
 def _lines(values: list[str]) -> str:

@@ -4,10 +4,14 @@ import argparse
 import difflib
 import errno
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from ..jsonfile import next_step
+from .printable import printable
 
 __all__ = ["main", "parser"]
 
@@ -54,6 +58,24 @@ def _line(error: Exception) -> str:
     return str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
 
 
+@contextmanager
+def _terminated() -> Iterator[None]:
+    """Within the block, SIGTERM unwinds the stack: a half-written file does not stay behind."""
+
+    def stop(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    main_thread = threading.current_thread() is threading.main_thread()
+    if not main_thread or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
 
@@ -61,18 +83,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name; None takes the process's.
 
     Returns:
-        exit status: 0, 1 for an error that was printed, 130 when interrupted.
+        exit status: 0, 1 for an error that was printed, 130 when interrupted (143: SystemExit, when
+        terminated).
     """
+    if hasattr(sys.stdout, "reconfigure"):  # a name or text that the terminal's encoding lacks
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        args = parser().parse_args(argv)
-        return int(args.run(args))
+        with _terminated():
+            args = parser().parse_args(argv)
+            return int(args.run(args))
     except BrokenPipeError:  # the reader has seen enough; nothing is left to flush at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (ValueError, OSError, RuntimeError, ImportError, KeyError) as error:
-        text = _line(error)
-        print(f"torch-dflash: error: {text.splitlines()[0] if text else type(error).__name__}",
-              file=sys.stderr)  # fmt: skip
+        text = _line(error) or type(error).__name__
+        if isinstance(error, RuntimeError):  # torch adds where it was raised
+            text = text.splitlines()[0]
+        print(f"torch-dflash: error: {printable(text)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("torch-dflash: interrupted", file=sys.stderr)

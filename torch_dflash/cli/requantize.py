@@ -1,8 +1,11 @@
 """``torch-dflash requantize``: a GGUF file in other types."""
 
 import argparse
-from pathlib import Path
+import re
 from typing import Any
+
+from .paths import path
+from .printable import printable
 
 __all__ = ["add_parser"]
 
@@ -17,8 +20,8 @@ def add_parser(commands: Any) -> None:
         description="Write a GGUF file with its matrices in another type and everything else kept. "
         "Vectors, integers and what is small already stay as they are.",
     )
-    p.add_argument("source", type=Path, help="GGUF file of a target or drafter")
-    p.add_argument("output", type=Path, help="another GGUF file")
+    p.add_argument("source", type=path, help="GGUF file of a target or drafter")
+    p.add_argument("output", type=path, help="another GGUF file")
     p.add_argument(
         "--type", required=True, choices=tuple(OUTTYPES), type=str.lower, dest="outtype",
         help="of most matrices",
@@ -31,7 +34,9 @@ def add_parser(commands: Any) -> None:
         "--fallback", choices=tuple(OUTTYPES), type=str.lower, default="q8_0",
         help="of matrices whose rows are no whole quants of TYPE (default: q8_0)",
     )  # fmt: skip
-    p.add_argument("--alignment", type=int, help="of tensor data (default: the source's)")
+    p.add_argument(
+        "--alignment", type=int, metavar="BYTES", help="of tensor data (default: the source's)"
+    )
     p.set_defaults(run=run)
 
 
@@ -52,13 +57,24 @@ def run(args: argparse.Namespace) -> int:
             progress=progress,
         )
     for note in done.notes:
-        print(f"note: {note}")
-    print(f"{args.output}: {summary(args.output)}")
+        print(printable(f"note: {note}"))
+    print(printable(f"{args.output}: {summary(args.output)}"))
     return 0
 
 
 def _rule(text: str) -> tuple[str, str]:
+    from ..drafters.outtypes import OUTTYPES
+
     pattern, equals, name = text.rpartition("=")
     if not equals or not pattern:
         raise argparse.ArgumentTypeError(f"must be REGEX=TYPE, got {text!r}")
+    if name.lower() not in (*OUTTYPES, "keep"):
+        known = ", ".join((*OUTTYPES, "keep"))
+        raise argparse.ArgumentTypeError(f"TYPE must be one of {known}, got {name!r}")
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(
+            f"REGEX must be a regular expression, got {pattern!r}: {error}"
+        ) from None
     return pattern, name

@@ -90,13 +90,21 @@ def read_checkpoint(path: str | Path, *, overrides: Overrides | None = None) -> 
     path = Path(path)
     if path.is_dir():
         return _read_folder(path, overrides or Overrides())
-    if path.suffix == ".gguf":
+    if path.suffix == ".gguf" or _is_gguf(path):
         return _read_gguf(path, overrides or Overrides())
     got = "another file" if path.exists() else f"nothing there; {next_step(path)}"
     raise CheckpointError(
         f"{path}: a drafter must be a folder with config.json and safetensors, or a .gguf file, "
         f"got {got}"
     )
+
+
+def _is_gguf(path: Path) -> bool:
+    """Whether a file begins as a GGUF does, whatever its name is."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(4) == b"GGUF"
 
 
 def _read_folder(path: Path, overrides: Overrides) -> DrafterCheckpoint:

@@ -188,10 +188,9 @@ class Resolver:
                 f"look the mask token up in the target's tokenizer{hint} and pass mask_token_id=",
             )
         if not 0 <= mask < stated:
-            f.fail(
-                f"{f.sources['mask_token_id']} must be a token of the vocabulary of {stated}, "
-                f"got {mask}"
-            )
+            source = f.sources["mask_token_id"]
+            given = "the mask_token_id given" if source == "override" else source
+            f.fail(f"{given} must be a token of the vocabulary of {stated}, got {mask}")
         v["mask_token_id"] = mask
 
     def selector(self, default_top_k: int | None) -> None:

@@ -78,13 +78,19 @@ def write_folder(
     )
     tensors = hf_tensors(checkpoint, dtype)
     mask = tensors.pop("mask_embedding", None)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FileExistsError(
-            f"{folder}: must not exist yet or be empty, got one that is not empty"
-        )
-    if not folder.absolute().parent.is_dir():
-        raise FileNotFoundError(f"{folder.parent}: must be a folder to write {folder.name} to")
-    temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
+    if folder.exists():
+        if not folder.is_dir():
+            raise FileExistsError(f"{folder}: must be a new or an empty folder, got a file")
+        if any(folder.iterdir()):
+            raise FileExistsError(
+                f"{folder}: must not exist yet or be empty, got one that is not empty"
+            )
+        if folder.samefile(Path.cwd()):  # replaced, it would no longer be where the caller is
+            raise FileExistsError(f"{folder}: must not be the current folder; name a new one in it")
+    folder = Path(os.path.realpath(folder))  # a link to a folder stays
+    if not folder.parent.is_dir():
+        raise FileNotFoundError(f"{Path(where).parent}: must be a folder to write {folder.name} to")
+    temporary = folder.with_name(f".{folder.name[:60]}.{secrets.token_hex(4)}.tmp")
     try:
         temporary.mkdir()
         write_safetensors(temporary / "model.safetensors", tensors, progress=progress)
@@ -97,7 +103,7 @@ def write_folder(
         (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         os.replace(temporary, folder)
     except OSError as error:
-        raise error_about(error, folder) from None
+        raise error_about(error, Path(where)) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     known = checkpoint.config.context_length or context_length

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import secrets
 from collections.abc import Callable, Container, Iterable, Mapping
 from pathlib import Path
@@ -25,6 +26,8 @@ _INTEGERS: Final = {
     for bits in (8, 16, 32, 64)
     for sign in ("u", "")
 }
+_SURROGATE: Final = re.compile("[\ud800-\udfff]")  # what UTF-8 cannot hold
+_MAX_ALIGNMENT: Final = 1 << 21  # a huge page; more would only be zeros between tensors
 _MAX_NAME: Final = 63  # llama.cpp keeps a tensor's name in 64 bytes, the last one zero
 
 
@@ -42,11 +45,18 @@ class Typed(NamedTuple):
 def check_other_file(path: Path, *sources: str | os.PathLike[str] | None) -> None:
     """Refuse to write over a file that is read, whose only copy that may be.
 
+    Args:
+        path: to be written.
+        sources: files, or folders whose files are read, but for GGUF files that lie in them.
+
     Raises:
-        GGUFError: ``path`` is one of ``sources``, under this name or another.
+        GGUFError: ``path`` is one of them, under this name or another.
     """
-    read = [source for source in sources if source is not None and os.path.exists(source)]
-    if path.exists() and any(os.path.samefile(source, path) for source in read):
+    read: list[Path] = []
+    for source in (Path(s) for s in sources if s is not None):
+        inside = source.iterdir() if source.is_dir() else [source]
+        read += [f for f in inside if f == source or f.suffix != ".gguf"]
+    if path.exists() and any(file.exists() and file.samefile(path) for file in read):
         raise GGUFError(f"{path}: must be another file than the source; name a new one")
 
 
@@ -78,7 +88,7 @@ def write_gguf(
         architecture: ``general.architecture``.
         metadata: the other keys, in the order they are to have.
         tensors: names and tensors in file order; deferred ones are computed piece by piece.
-        alignment: of the tensor data; a power of two of at least 8. Written to the file where it
+        alignment: of the tensor data; a power of two, 8 to 2 MiB. Written to the file where it
             is not the default of 32.
         progress: called after every piece.
 
@@ -92,12 +102,14 @@ def write_gguf(
         raise FileNotFoundError(f"{path.parent}: must be a folder to write {path.name} to")
     if path.exists() and not path.is_file():  # replacing would take a device from everybody
         raise GGUFError(f"{path}: must be new or a regular file to write, got a folder or device")
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    # a shorter name, so that every name that the disk takes can be written
+    temporary = path.with_name(f".{path.name[:60]}.{secrets.token_hex(4)}.tmp")
     writer = GGUFWriter(temporary, architecture)
     try:
-        if alignment < 8 or alignment & (alignment - 1):
+        if not 8 <= alignment <= _MAX_ALIGNMENT or alignment & (alignment - 1):
             raise GGUFError(
-                f"{path}: alignment must be a power of two of at least 8, got {alignment}"
+                f"{path}: alignment must be a power of two of at least 8 and at most "
+                f"{_MAX_ALIGNMENT}, got {alignment}"
             )
         if alignment == 32:
             writer.data_alignment = alignment
@@ -176,7 +188,7 @@ def _add_value(writer: GGUFWriter, path: Path, key: str, kind: str, value: Any) 
 
 def _check_scalar(path: Path, key: str, kind: str, value: Any) -> None:
     if kind == "string":
-        good = isinstance(value, str)
+        good = isinstance(value, str) and not _SURROGATE.search(value)
     elif kind == "bool":
         good = isinstance(value, bool)
     elif kind in _INTEGERS:
