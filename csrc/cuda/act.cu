@@ -11,13 +11,13 @@ void to_activations(const FloatRows& x, int64_t rows, int64_t columns, int64_t a
   if (rows == 0) return;
   if (act_mode == 0) {
     const Launch launch(out, rows * columns);
-    gpu::to_float32<<<launch.grid, launch.threads, 0, launch.stream>>>(
-        x, out.mutable_data_ptr<float>(), rows, columns);
+    launch_pdl(gpu::to_float32, launch.grid, launch.threads, 0, launch.stream, x,
+               out.mutable_data_ptr<float>(), rows, columns);
   } else {
     const Launch launch(out, rows * ceil_div<int64_t>(columns, kActGroup) * kLanes);
-    with_group(act_mode, [&]<class Group>() {
-      gpu::quant_act<<<launch.grid, launch.threads, 0, launch.stream>>>(
-          x, static_cast<Group*>(out.mutable_data_ptr()), rows, columns);
+    gpu::with_gpu_group(act_mode, [&]<class Group>() {
+      launch_pdl(gpu::quant_act<Group>, launch.grid, launch.threads, 0, launch.stream, x,
+                 static_cast<Group*>(out.mutable_data_ptr()), rows, columns);
     });
   }
   STD_CUDA_KERNEL_LAUNCH_CHECK();

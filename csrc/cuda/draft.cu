@@ -54,7 +54,7 @@ Tensor grouped_conv(const Tensor& x, const Tensor& coef, const Tensor& base, int
                view, plan.out.mutable_data_ptr<float>());
   } else {
     const Launch launch(x, ceil_div<int64_t>(plan.columns, kActGroup) * kLanes);
-    with_group(act_mode, [&]<class Group>() {
+    gpu::with_gpu_group(act_mode, [&]<class Group>() {
       launch_pdl(gpu::grouped_conv_packed<Group>, grid_of(plan.rows, launch), launch.threads, 0,
                  launch.stream, view, static_cast<Group*>(plan.out.mutable_data_ptr()));
     });

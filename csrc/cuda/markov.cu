@@ -78,7 +78,7 @@ std::tuple<Tensor, Tensor, Tensor> markov_chain(
   table.rows = plan.vocab;
   table.rank = int(plan.rank);
   table.embedded = embedded.mutable_data_ptr<float>();
-  table.packed = packs ? static_cast<ActGroup*>(packed.mutable_data_ptr()) : nullptr;
+  table.packed = packs ? static_cast<gpu::ActPlanes*>(packed.mutable_data_ptr()) : nullptr;
   gpu::MarkovJoint j{};
   Tensor features = floats(S, plan.joint_columns);
   Tensor state = floats(S, plan.rank), row = floats(S, plan.rank);

@@ -14,8 +14,8 @@ struct MarkovTable {
   const uint8_t* w1;  // [rows, rank / kElems quants]
   int64_t rows;
   int rank;
-  float* embedded;   // [sequences, rank], of the slot that reads them
-  ActGroup* packed;  // the same for a quantized w2, or null
+  float* embedded;    // [sequences, rank], of the slot that reads them
+  ActPlanes* packed;  // the same for a quantized w2, or null
 };
 
 struct MarkovSlot {

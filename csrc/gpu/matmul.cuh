@@ -1,9 +1,8 @@
 // Quantized matmul on GGUF's bytes: a warp per weight row and up to four activation rows. The
 // arithmetic is the contract's; the speed of architecture-specific kernels is not sought here.
 #pragma once
-#include "core/act.h"
 #include "core/formats/all.h"
-#include "gpu/warp.cuh"
+#include "gpu/act.cuh"
 
 namespace dflash::gpu {
 
@@ -79,13 +78,19 @@ struct PlaneSums {
   __device__ float joined() const { return fma(float(hi), 254.f, float(lo)); }
 };
 
-// Lane l's eight values of a plane of activations, times its eight codes.
-__device__ inline int eight_products(const int (&codes)[2], const int8_t* plane) {
-  const int* x = reinterpret_cast<const int*>(plane + lane_id() * kCodesPerLane);
-  return dot4(codes[1], x[1], dot4(codes[0], x[0], 0));
+// Lane l's eight activations, in two words of which the second lies `apart` after the first, times
+// its eight codes.
+__device__ inline int eight_products(const int (&codes)[2], const int8_t* x, int at, int apart) {
+  const int* words = reinterpret_cast<const int*>(x);
+  return dot4(codes[1], words[at + apart], dot4(codes[0], words[at], 0));
 }
-__device__ inline PlaneSums eight_products(const int (&codes)[2], const ActGroup& x) {
-  return {eight_products(codes, x.hi), eight_products(codes, x.lo)};
+__device__ inline PlaneSums eight_products(const int (&codes)[2], const ActPlanes& x) {
+  const int at = plane_word(lane_id() * kCodesPerLane);
+  const int apart = plane_word(lane_id() * kCodesPerLane + 4) - at;
+  return {eight_products(codes, x.hi, at, apart), eight_products(codes, x.lo, at, apart)};
+}
+__device__ inline int eight_products(const int (&codes)[2], const Q8Group& x) {
+  return eight_products(codes, x.code, 2 * lane_id(), 1);
 }
 
 // Four lanes have a quant of 32 activations: the sum over the quants, by fma, of scale * what the
@@ -110,26 +115,26 @@ struct SuperblockProduct {
     scale = Scales<F>::scale(quant, first / F::kGroup);
     d = Scales<F>::d(quant);
     if constexpr (Scales<F>::kMins) {
-      // two lanes share a sum of 16 activations: the even one takes it
-      min = lane_id() % 2 == 0 ? Scales<F>::min(quant, first / F::kGroup) : 0;
+      min = Scales<F>::min(quant, first / F::kGroup);
       dmin = Scales<F>::dmin(quant);
     }
   }
-  __device__ float add_to(float leaf, const ActGroup& x) const {
+  __device__ float add_to(float leaf, const ActPlanes& x) const {
     const PlaneSums mine = eight_products(codes, x);
     const PlaneSums all{sum_lanes(scale * mine.hi), sum_lanes(scale * mine.lo)};
     leaf = fma(all.joined(), mul(d, x.scale), leaf);
     if constexpr (Scales<F>::kMins) {
-      const int g = lane_id() / 2;
-      const PlaneSums mins{sum_lanes(min * x.sum_hi[g]), sum_lanes(min * x.sum_lo[g])};
-      leaf = fma(-mins.joined(), mul(dmin, x.scale), leaf);
+      // four lanes share a sum of 32; as hi and lo apart, only the last step would round
+      const int mins = sum_lanes(lane_id() % 4 == 0 ? min * x.sum[lane_id() / 4] : 0);
+      leaf = fma(-float(mins), mul(dmin, x.scale), leaf);
     }
     return leaf;
   }
   __device__ float add_to(float leaf, const Q8Group& x) const {
-    leaf = fma(scaled_sum(scale * eight_products(codes, x.code), x), d, leaf);
+    leaf = fma(scaled_sum(scale * eight_products(codes, x), x), d, leaf);
     if constexpr (Scales<F>::kMins) {
-      const float mins = scaled_sum(min * x.sum[lane_id() / 2], x);
+      // two lanes share a sum of 16
+      const float mins = scaled_sum(lane_id() % 2 == 0 ? min * x.sum[lane_id() / 2] : 0, x);
       leaf = fma(-mins, dmin, leaf);
     }
     return leaf;
@@ -151,7 +156,7 @@ struct BlockProduct {
     eight_codes<F>(quant, lane_id() % 4 * kCodesPerLane, codes);
     d = Scales<F>::d(quant);
   }
-  __device__ float add_to(float leaf, const ActGroup& x) const {
+  __device__ float add_to(float leaf, const ActPlanes& x) const {
     const PlaneSums mine = eight_products(codes, x);
     const PlaneSums quant{sum_lanes(mine.hi, 4), sum_lanes(mine.lo, 4)};
     const float joined = quant.joined();
@@ -161,7 +166,7 @@ struct BlockProduct {
     return fma(value, x.scale, leaf);
   }
   __device__ float add_to(float leaf, const Q8Group& x) const {
-    const float quant = float(sum_lanes(eight_products(codes, x.code), 4));
+    const float quant = float(sum_lanes(eight_products(codes, x), 4));
     for (int j = 0; j < count; ++j)
       leaf = fma(from_lane(quant, 4 * j), mul(from_lane(d, 4 * j), x.scale[j]), leaf);
     return leaf;
@@ -208,7 +213,7 @@ __device__ inline float value_at(const MatmulView& m, int64_t n, int64_t e) {
   if (m.floats) return m.floats[n * m.columns + e];
   const int64_t group = n * ceil_div<int64_t>(m.columns, kActGroup) + e / kActGroup;
   const int i = int(e % kActGroup);
-  if (m.act_mode == kActPlanes) return act_value(static_cast<const ActGroup*>(m.packed)[group], i);
+  if (m.act_mode == kActPlanes) return act_value(static_cast<const ActPlanes*>(m.packed)[group], i);
   return act_value(static_cast<const Q8Group*>(m.packed)[group], i);
 }
 
@@ -234,9 +239,30 @@ __global__ void qmm_floats(MatmulView m) {
   store_rows(m, row, first, count, trees);
 }
 
-__global__ void silu_times(const float* gate, const float* up, float* out, int64_t count) {
+// silu(gate) * up of one row's halves, as float32.
+__global__ void silu_times(const float* both,  // [count, 2 rows]
+                           float* out,         // [count, rows]
+                           int64_t count, int64_t rows) {
+  wait_for_earlier();
   const int64_t n = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (n < count) out[n] = mul(silu(gate[n]), up[n]);
+  if (n >= count * rows) return;
+  const float* gate = both + n / rows * 2 * rows + n % rows;
+  out[n] = mul(silu(gate[0]), gate[rows]);
+}
+
+// The same as packed activations, a warp per group.
+template <class Group>
+__global__ void silu_times_packed(const float* both, Group* groups, int64_t count, int64_t rows) {
+  wait_for_earlier();
+  let_next_begin();
+  const int64_t per_row = ceil_div<int64_t>(rows, kActGroup), n = warp_id();
+  if (n >= count * per_row) return;
+  const int64_t first = n % per_row * kActGroup + lane_id() * kActPerLane;
+  const float* gate = both + n / per_row * 2 * rows + first;
+  float value[kActPerLane];
+  for (int i = 0; i < kActPerLane; ++i)
+    value[i] = first + i < rows ? mul(silu(gate[i]), gate[rows + i]) : 0.f;
+  quantize_group(value, groups + n);
 }
 
 }  // namespace dflash::gpu

@@ -34,7 +34,10 @@ struct IQ4_XS {
   }
   DFLASH_HD static void put(uint8_t* quant, int g, int j, int code) {
     static constexpr Iq4Nibbles kNibbles;
-    quant[8 + g / 2 * 16 + j] |= uint8_t(kNibbles.of[code + 128] << 4 * (g % 2));
+    put_nibble(quant, g, j, kNibbles.of[code + 128]);
+  }
+  DFLASH_HD static void put_nibble(uint8_t* quant, int g, int j, int nibble) {
+    quant[8 + g / 2 * 16 + j] |= uint8_t(nibble << 4 * (g % 2));
   }
   DFLASH_HD static void put_scale(uint8_t* quant, int b, int scale) {
     const int bits = scale + 32;

@@ -46,6 +46,27 @@ def q8_1(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(torch.isfinite(scale), scale, torch.nan), codes.to(torch.int32)
 
 
+def cpu_planes(packed: Tensor) -> Tensor:
+    """Planes ``uint8 [rows, groups * 592]`` as a GPU lays them out, the way the CPU does."""
+    g = packed.cpu().view(packed.shape[0], -1, 592)
+    k = torch.arange(256)
+    place = k // 64 * 64 + k // 4 % 4 * 16 + k // 32 % 2 * 8 + k // 16 % 2 * 4 + k % 4
+    hi, lo = g[..., :256][..., place], g[..., 320:576][..., place]
+    sixteens = [
+        p.view(torch.int8).unflatten(-1, (16, 16)).sum(-1).to(torch.int16) for p in (hi, lo)
+    ]
+    both = sum(
+        f * s.int().unflatten(-1, (8, 2)).sum(-1) for f, s in zip((254, 1), sixteens, strict=True)
+    )
+    sums = g[..., 256:288].contiguous().view(torch.int32)
+    rest = torch.cat([g[..., 292:320], g[..., 576:]], -1)
+    if not torch.equal(both, sums) or rest.any():
+        raise AssertionError("sums of planes that are not those of their codes")
+    parts = [g[..., 288:292], torch.zeros(*g.shape[:2], 12, dtype=torch.uint8)]
+    parts += [s.view(torch.uint8) for s in sixteens] + [hi, lo]
+    return torch.cat(parts, -1).view(packed.shape)
+
+
 def _q8_rows(x: Tensor) -> Tensor:
     scale, codes = q8_1(x)
     rows, groups = scale.shape[:2]

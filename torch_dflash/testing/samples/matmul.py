@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ... import ops
 from .. import operator
+from .act import cpu_planes
 from .quant import gguf_dequantize, random_packed
 
 GROUP_BYTES = {torch.uint8: 592, torch.int8: 320}  # planes, Q8_1
@@ -16,6 +17,8 @@ GROUP_BYTES = {torch.uint8: 592, torch.int8: 320}  # planes, Q8_1
 
 def unpack_activations(packed: Tensor, columns: int) -> Tensor:
     """Float64 values ``[rows, columns]`` of packed activations."""
+    if packed.is_cuda and packed.dtype == torch.uint8:
+        packed = cpu_planes(packed)
     groups = packed.cpu().view(packed.shape[0], -(-columns // 256), GROUP_BYTES[packed.dtype])
     if packed.dtype == torch.int8:
         scale = groups[..., :32].contiguous().view(torch.float32).double()
