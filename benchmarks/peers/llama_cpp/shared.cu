@@ -54,7 +54,9 @@ const ggml_cuda_device_info& ggml_cuda_info() {
   return info;
 }
 
-int ggml_cuda_get_device() { return 0; }
+int ggml_cuda_get_device() {
+  return 0;
+}
 void ggml_cuda_set_device(int) {}
 
 void ggml_cuda_error(const char* stmt, const char*, const char* file, int line, const char* text) {
@@ -72,10 +74,14 @@ extern "C" void ggml_abort(const char* file, int line, const char* format, ...) 
 
 extern "C" void ggml_log_internal(ggml_log_level, const char*, ...) {}
 
-extern "C" bool ggml_is_quantized(ggml_type) { return true; }
+extern "C" bool ggml_is_quantized(ggml_type) {
+  return true;
+}
 
 // Makes the pool, so that nothing is allocated while a stream is captured.
-extern "C" void llama_prepare() { llama_context().pool(0); }
+extern "C" void llama_prepare() {
+  llama_context().pool(0);
+}
 
 // x float32 [n, columns] -> what the matmul of `type` reads for this n.
 extern "C" void llama_quantize(int type, const float* x, void* packed, int64_t columns, int64_t n,
@@ -92,8 +98,8 @@ extern "C" void llama_gated_delta_net(const float* q, const float* k, const floa
                                       float* dst, float* states, int64_t k_heads, int64_t heads,
                                       int64_t tokens, int snapshots, cudaStream_t stream) {
   constexpr int64_t kDim = 128;
-  const auto launch = snapshots > 1 ? launch_gated_delta_net<false, true>
-                                    : launch_gated_delta_net<false, false>;
+  const auto launch =
+      snapshots > 1 ? launch_gated_delta_net<false, true> : launch_gated_delta_net<false, false>;
   launch(q, k, v, gates, betas, state, dst, states, kDim, heads, tokens, 1, kDim, kDim * k_heads,
          kDim * k_heads * tokens, kDim, kDim * heads, kDim * heads * tokens, 1, heads,
          heads * tokens, k_heads, 1, 1.f / sqrtf(float(kDim)), kDim * kDim * heads, snapshots,
