@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ import torch
 from .cases import FAMILIES, MATMUL_TYPES, Context
 from .environment import ROOT, clocks, commit, environment
 from .peers import open_peers
+from .profile import profiles
 from .record import table
 from .shapes import QWEN_27B, TINY
 from .suite import Outcome, run
@@ -62,6 +64,8 @@ def unequal(stages: dict[str, Any]) -> list[str]:
     wrong = []
     for stage, entry in stages.items():
         for name, found in entry.get("result", {}).items():
+            if not isinstance(found, dict):  # a count
+                continue
             wanted = found.get("samples", True)
             if found.get("equal", wanted) != wanted or found.get("failures"):
                 wrong.append(f"{stage}: {name}")
@@ -93,6 +97,16 @@ def report(outcome: Outcome, context: Context, checks: Any, peers: dict[str, str
     }
 
 
+def profile_steps(context: Context, written: dict[str, Any], say: Callable[[str], None]) -> None:
+    """Add the kernels of whole steps; a profiler that is not there costs no figure."""
+    written["kernels"] = {}
+    try:
+        for name, found in profiles(context, say):
+            written["kernels"][name] = found
+    except Exception as error:
+        context.failed["profile"] = f"{type(error).__name__}: {error}"
+
+
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
@@ -109,6 +123,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=float("inf"),
                         help="begin no case after so many; what is left out is said")  # fmt: skip
     parser.add_argument("--profile", action="store_true", help="kernels of whole steps")
+    parser.add_argument("--checks", default=CHECKS,
+                        help="stages of tools/gpu_check.py (default: %(default)s)")  # fmt: skip
     parser.add_argument("--unchecked", action="store_true", help="no tests first (while tuning)")
     parser.add_argument("--device", default="cuda", help="cpu tries the suite, with tiny shapes")
     args = parser.parse_args(argv)
@@ -127,7 +143,7 @@ def main(argv: list[str] | None = None) -> int:
         raise SystemExit("benchmarks.run: --device must be there, got no CUDA; cpu tries the suite")
     checks: Any = "skipped"
     if not args.unchecked:
-        checks = check(CHECKS, device, commit())
+        checks = check(args.checks, device, commit())
         print(f"checked: {checks} ({time.monotonic() - began:.1f} s)", flush=True)
     peers, found = open_peers(args.peers, device)
     for name, what in found.items():
@@ -140,23 +156,32 @@ def main(argv: list[str] | None = None) -> int:
         types=args.types,
         rows=sorted(args.rows),
         repeats=args.repeats,
-        profile=args.profile,
     )
     before = clocks()
+    written: dict[str, Any] = {}
+
+    def say(text: str) -> None:
+        print(text, flush=True)
+
+    def keep(outcome: Outcome) -> None:
+        seconds = time.monotonic() - began
+        written.update(report(outcome, context, checks, found, before, seconds))
+        if args.out is not None:
+            args.out.write_text(json.dumps(written, indent=1) + "\n")
+
     with torch.inference_mode():
-        outcome = run(context, args.families, args.seconds - (time.monotonic() - began),
-                      lambda text: print(text, flush=True))  # fmt: skip
-    seconds = time.monotonic() - began
-    written = report(outcome, context, checks, found, before, seconds)
-    if args.out is not None:
-        args.out.write_text(json.dumps(written, indent=1) + "\n")
+        left = args.seconds - (time.monotonic() - began)
+        outcome = run(context, args.families, left, say, keep)
+        if args.profile:
+            profile_steps(context, written, say)
+    keep(outcome)
     print(f"\n{table(outcome.records)}")
     if checks == "skipped":
         print("not checked first: no figures to keep")
     for name, reason in outcome.failed.items():
         print(f"{name}: {reason}")
     if outcome.left_out:
-        print(f"left out after {seconds:.0f} s: {', '.join(outcome.left_out)}")
+        print(f"left out after {written['seconds']:.0f} s: {', '.join(outcome.left_out)}")
     if args.plot is not None:
         from .plot import plot
 

@@ -5,14 +5,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from .cases import FAMILIES, Context
-from .profile import kernels
 from .record import PeerResult, Record, gbps, line
 from .timing import measure
 from .work import Absent, Case, Work
 
 __all__ = ["Outcome", "run"]
-
-_SAID = 15  # kernels of a step that are printed
 
 
 @dataclass
@@ -20,13 +17,13 @@ class Outcome:
     """What a run gave.
 
     Attributes:
+        failed: what broke off or was wrong, and why.
         records: figures.
-        failed: families that broke off, and why.
         left_out: families that no time was left for.
     """
 
+    failed: dict[str, str]
     records: list[Record] = field(default_factory=list)
-    failed: dict[str, str] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
 
 
@@ -35,6 +32,7 @@ def run(
     families: Sequence[str],
     seconds: float,
     say: Callable[[str], None],
+    keep: Callable[[Outcome], None] = lambda outcome: None,
     now: Callable[[], float] = time.monotonic,
 ) -> Outcome:
     """Measure.
@@ -44,9 +42,10 @@ def run(
         families: names, in order.
         seconds: after which no further case is begun.
         say: gets one line per figure as it comes.
+        keep: gets what there is after every family, so that nothing is lost with the process.
         now: a clock for the budget.
     """
-    outcome, end = Outcome(), now() + seconds
+    outcome, end = Outcome(context.failed), now() + seconds
     for name in families:
         if now() >= end:
             outcome.left_out.append(name)
@@ -57,10 +56,6 @@ def run(
                 record = _measured(context, case)
                 outcome.records.append(record)
                 say(line(record))
-                for kernel in record.parts.get("kernels", [])[:_SAID]:
-                    say(
-                        f"  {kernel['us']:>10.1f} us {kernel['count']:>5} x {kernel['kernel'][:90]}"
-                    )
                 if record.op == "read":
                     context.read_gbps = record.gbps
         except _OutOfTime:
@@ -69,6 +64,7 @@ def run(
             outcome.failed[name] = f"{type(error).__name__}: {error}"
             say(f"!! {name}: {outcome.failed[name]}")
         say(f"-- {name}: {now() - began:.1f} s")
+        keep(outcome)
     return outcome
 
 
@@ -86,12 +82,9 @@ def _until(cases: Iterator[Case], end: float, now: Callable[[], float]) -> Itera
 def _measured(context: Context, case: Case) -> Record:
     timing = measure(context.clock, case.work.calls, context.repeats, case.work.live)
     peers = {name: _peer(context, work) for name, work in case.peers.items()}
-    parts = dict(case.parts)
-    if context.profile and case.op == "step" and not case.work.live:
-        parts["kernels"] = kernels(case.work.calls[0], context.device)
     return Record.of(
         case.op, case.case, case.type, case.n, case.work.nbytes, timing, case.stream_gbps,
-        peers=peers, parts=parts,
+        peers=peers, parts=dict(case.parts),
     )  # fmt: skip
 
 

@@ -33,8 +33,8 @@ class Context:
         types: names of the weights' types.
         rows: rows of a decode or verify step.
         repeats: replays of a figure.
-        profile: whether whole steps come with the kernels that they run.
         read_gbps: what this device reads at, set by the roofline; what byte floors are against.
+        failed: what has no figures, and why: a type of weights, a family.
     """
 
     device: torch.device
@@ -44,8 +44,8 @@ class Context:
     types: Sequence[str] = tuple(MATMUL_TYPES)
     rows: Sequence[int] = (1, 2, 4, 8, 16, 32)
     repeats: int = 15
-    profile: bool = False
     read_gbps: float | None = None
+    failed: dict[str, str] = field(default_factory=dict)
     _streams: dict[tuple[int, int, int], tuple[float, float]] = field(default_factory=dict)
 
     def random(self, *size: int, seed: int = 0) -> Tensor:

@@ -24,14 +24,22 @@ def products(c: Context) -> Iterator[Case]:
     """``qmm`` of every shape, type and number of rows."""
     for name, (rows, columns) in c.shapes.matmuls.items():
         for kind in c.types:
-            yield from _cases(c, "qmm", name, kind, rows, columns)
+            yield from _apart(c, "qmm", name, kind, rows, columns)
 
 
 def glus(c: Context) -> Iterator[Case]:
     """``qmm_glu`` of the stacked gate and up."""
     rows, columns = c.shapes.matmuls["gate+up"]
     for kind in c.types:
-        yield from _cases(c, "qmm_glu", "gate+up", kind, rows, columns)
+        yield from _apart(c, "qmm_glu", "gate+up", kind, rows, columns)
+
+
+def _apart(c: Context, op: str, name: str, kind: str, rows: int, columns: int) -> Iterator[Case]:
+    """A type that is wrong or breaks off costs its own figures alone."""
+    try:
+        yield from _cases(c, op, name, kind, rows, columns)
+    except Exception as error:
+        c.failed[f"{op} {name} {kind}"] = f"{type(error).__name__}: {error}"
 
 
 def _cases(c: Context, op: str, name: str, kind: str, rows: int, columns: int) -> Iterator[Case]:

@@ -86,10 +86,12 @@ def test_no_numbers_where_a_check_fails(tmp_path, checked, change):
 def test_a_profile_names_what_a_step_runs(tmp_path):
     out = tmp_path / "out.json"
     run.main([*SMALL, "--unchecked", "--families", "steps", "--profile", "--out", str(out)])
-    steps = json.loads(out.read_text())["records"]
-    for step in (s for s in steps if "Python" not in s["case"]):
-        assert any("qmm" in k["kernel"] for k in step["kernels"])
-        times = [k["us"] for k in step["kernels"]]
+    result = json.loads(out.read_text())
+    cases = [s["case"] for s in result["records"]]
+    assert list(result["kernels"]) == [c for c in cases if "Python" not in c]
+    for found in result["kernels"].values():
+        assert any("qmm" in k["kernel"] for k in found)
+        times = [k["us"] for k in found]
         assert times == sorted(times, reverse=True)
 
 
@@ -113,7 +115,10 @@ def test_a_product_that_is_wrong_has_no_figure(tmp_path, monkeypatch, wrong):
     assert run.main([*SMALL, "--unchecked", "--families", "qmm", "--out", str(out)]) == 1
     result = json.loads(out.read_text())
     assert result["records"] == []
-    assert result["failed"]["qmm"].startswith("Wrong: ")
+    assert set(result["failed"]) == {
+        f"qmm {name} {kind}" for name in ("gate+up", "down", "qkv") for kind in ("Q4_K", "IQ2_XXS")
+    }
+    assert all(reason.startswith("Wrong: ") for reason in result["failed"].values())
 
 
 def test_a_picture(tmp_path, checked):

@@ -28,7 +28,15 @@ def families(monkeypatch):
 
 def run(families, seconds=1e9, now=lambda: 0.0, us=10.0):
     said = []
-    return suite.run(context(us), list(families), seconds, said.append, now), said
+    kept = []
+
+    def keep(outcome):
+        kept.append(len(outcome.records))
+
+    outcome = suite.run(context(us), list(families), seconds, said.append, keep, now)
+    assert kept == sorted(kept)
+    assert not outcome.records or kept[-1] == len(outcome.records)
+    return outcome, said
 
 
 def test_a_figure_has_every_key_and_its_ratio(families):
