@@ -3,7 +3,7 @@
 // A thread block owns a run of tile rows (16 rows of the weight over all of K) and stays until they
 // are done. Its units of work are leaves: a tile row times 1024 of K. Warps take units in turn,
 // each with a ring of tiles in shared memory that it fills for itself; one warp more brings the
-// leaf of all activations, two or three ahead, that the units of one moment share. A unit's leaf sums
+// leaf of all activations, a few ahead, that the units of one moment share. A unit's leaf sums
 // are stored; whoever finishes the last leaf of a tile row joins them by the tree of core/reduce.h.
 // With two blocks to a cluster each has half of the leaves, and they join together.
 //
