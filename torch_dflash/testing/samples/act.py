@@ -67,6 +67,13 @@ def cpu_planes(packed: Tensor) -> Tensor:
     return torch.cat(parts, -1).view(packed.shape)
 
 
+def equal_planes(gpu: Tensor, cpu: Tensor) -> bool:
+    """Whether a GPU's and the CPU's tensor are planes of the same codes and scales."""
+    if gpu.dtype != torch.uint8 or gpu.dim() != 2 or gpu.shape[1] % 592 or gpu.shape != cpu.shape:
+        return False
+    return torch.equal(cpu_planes(gpu), cpu)
+
+
 def _q8_rows(x: Tensor) -> Tensor:
     scale, codes = q8_1(x)
     rows, groups = scale.shape[:2]
