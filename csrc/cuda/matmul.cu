@@ -96,10 +96,10 @@ bool multiply_tiles(QmmArgs m, const QmmDevice& device, const Tensor& on) {
   m.sums = plan.global_sums > 0 ? sums.mutable_data_ptr<float>() : nullptr;
   with_groups(plan.groups, [&]<int kGroups>() {
     const auto kernel = qmm_tiles<kGroups, kQmmThreads<kGroups>>;
-    STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                        plan.shared_bytes));
-    launch_cluster(kernel, plan.cluster, plan.grid, unsigned((plan.warps + 1) * kLanes),
-                   size_t(plan.shared_bytes), launch.stream, m);
+    STD_CUDA_CHECK(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, m.at.bytes));
+    launch_cluster(kernel, unsigned(m.cluster), plan.grid, unsigned((m.warps + 1) * kLanes),
+                   size_t(m.at.bytes), launch.stream, m);
   });
   return true;
 }

@@ -25,11 +25,21 @@ struct QmmSegment {
   int type, rows, column, tile_bytes;
 };
 
+// Shared memory of a block, by offsets; activations come first.
+struct QmmShared {
+  int ring, sums, counters, barriers, bytes;
+};
+
+// Constants stay in constant memory: the kernel has no registers to spare for them.
 struct QmmArgs {
   QmmSegment segment[kMaxSegments];
+  QmmShared at;
   int segments;
   int count;       // rows of activations
   int tiles;       // of 256 along K
+  int leaves;      // of 1024 along K
+  int cluster;     // blocks that share tile rows: 1 or 2
+  int warps;       // of a block that multiply
   int chunk;       // tile rows whose leaf sums are stored at a time
   int buffers;     // of a chunk: 2, or 1 if a block has no more than a chunk
   int stages;      // of a warp's ring
@@ -43,25 +53,8 @@ struct QmmArgs {
   float* sums;  // of leaves, where shared memory is too small; or null
 };
 
-// Shared memory of a block, by offsets.
-struct QmmShared {
-  int ring, sums, counters, barriers, bytes;
-};
-
 template <int kGroups>
 constexpr int kLeafSums = kTileRows * kTokens * kGroups;
-
-__host__ __device__ inline QmmShared qmm_shared(const QmmArgs& m, int groups, int warps, int leaves,
-                                                bool sums_here) {
-  QmmShared s{};
-  s.ring = m.x_buffers * kTokens * groups * kRowBytes;
-  s.sums = s.ring + warps * m.stages * m.slot_bytes;
-  const int leaf_sums = kTileRows * kTokens * groups * 4;
-  s.counters = s.sums + (sums_here ? m.buffers * m.chunk * leaves * leaf_sums : 0);
-  s.barriers = (s.counters + m.buffers * m.chunk * 4 + 7) / 8 * 8;
-  s.bytes = s.barriers + 8 * (warps * m.stages + 2 * m.x_buffers);
-  return s;
-}
 
 // Leaf sums s[l * stride], s of this thread alone: joined in place, as Tree joins them.
 template <int kCount>
@@ -133,32 +126,47 @@ struct Position {
   Turn x, tile;
 };
 
+// A block's view of its arguments and shared memory.
 template <int kGroups>
 struct Block {
+  static constexpr int kLeafBytes = kTokens * kGroups * kRowBytes;  // of activations
+
   const QmmArgs& m;
   uint8_t* memory;
-  uint32_t base;
-  QmmShared at;
-  int warps, warp, lane;
-  int leaf_begin, leaves, all_leaves;  // this block's share of the leaves
-  float* sums;
-  int* counters;
 
-  __device__ Barrier ring_full(int slot) const {
-    return {base + uint32_t(at.barriers + 8 * (warp * m.stages + slot))};
+  __device__ static int lane() { return int(threadIdx.x) % kLanes; }
+  __device__ static int warp() { return int(threadIdx.x) / kLanes; }
+  __device__ int rank() const { return int(blockIdx.x) % m.cluster; }
+  // This block's leaves: all, or the first or the second half.
+  __device__ int leaf_begin() const { return rank() == 0 ? 0 : (m.leaves + 1) / 2; }
+  __device__ int leaves() const {
+    return (m.leaves + (rank() == 0 ? m.cluster - 1 : 0)) / m.cluster;
   }
-  __device__ Barrier x_full(int buffer) const {
-    return {base + uint32_t(at.barriers + 8 * (warps * m.stages + buffer))};
-  }
-  __device__ Barrier x_empty(int buffer) const { return x_full(m.x_buffers + buffer); }
-
   __device__ int tiles_of(int leaf) const {
     const int left = m.tiles - leaf * kLeafTiles;
     return left < kLeafTiles ? left : kLeafTiles;
   }
-  // Sums of leaf `leaf` (counted from leaf_begin) of a tile row of a chunk.
-  __device__ float* sums_of(int slot, int leaf) const {
-    return sums + (int64_t(slot) * all_leaves + leaf) * kLeafSums<kGroups>;
+
+  __device__ uint32_t address(int offset) const {
+    return shared_address(memory) + uint32_t(offset);
+  }
+  __device__ Barrier barrier(int i) const { return {address(m.at.barriers + 8 * i)}; }
+  __device__ Barrier ring_full(int slot) const { return barrier(warp() * m.stages + slot); }
+  __device__ Barrier x_full(int buffer) const { return barrier(m.warps * m.stages + buffer); }
+  __device__ Barrier x_empty(int buffer) const { return x_full(m.x_buffers + buffer); }
+  __device__ int slot_at(int slot) const {
+    return m.at.ring + (warp() * m.stages + slot) * m.slot_bytes;
+  }
+
+  // Sums of leaf `leaf` (counted from leaf_begin) of a tile row of a chunk, of a block.
+  __device__ float* sums_of(int slot, int leaf) const { return sums_of(blockIdx.x, slot, leaf); }
+  __device__ float* sums_of(unsigned block, int slot, int leaf) const {
+    const int64_t n = (int64_t(slot) * m.leaves + leaf) * kLeafSums<kGroups>;
+    if (!m.sums) return reinterpret_cast<float*>(memory + m.at.sums) + n;
+    return m.sums + block * (int64_t(m.buffers) * m.chunk * m.leaves * kLeafSums<kGroups>)+n;
+  }
+  __device__ int* counter(int slot) const {
+    return reinterpret_cast<int*>(memory + m.at.counters) + slot;
   }
 };
 
@@ -178,11 +186,11 @@ struct Unit {
 template <int kGroups>
 __device__ void feed(const Block<kGroups>& b, int rows, Turn& x) {
   for (int chunk = 0; chunk * b.m.chunk < rows; ++chunk)
-    for (int leaf = b.leaf_begin; leaf < b.leaf_begin + b.leaves; ++leaf) {
+    for (int i = 0, leaf = b.leaf_begin(); i < b.leaves(); ++i, ++leaf) {
       b.x_empty(x.slot).wait(x.parity ^ 1);
-      fetch_rows(b.base + uint32_t(x.slot * kTokens * kGroups * kRowBytes), kRowBytes,
-                 b.m.x + int64_t(leaf) * kRowBytes, b.m.x_stride, b.m.count,
-                 uint32_t(b.tiles_of(leaf) * kGroupBytes), b.x_full(x.slot), b.lane);
+      fetch_rows(b.address(x.slot * b.kLeafBytes), kRowBytes, b.m.x + int64_t(leaf) * kRowBytes,
+                 b.m.x_stride, b.m.count, uint32_t(b.tiles_of(leaf) * kGroupBytes),
+                 b.x_full(x.slot), b.lane());
       x.next(b.m.x_buffers);
     }
 }
@@ -193,7 +201,7 @@ __device__ __forceinline__ void advance(const Block<kGroups>& b, Position& at, i
   for (; at.sequence < sequence; ++at.sequence) {
     b.x_full(at.x.slot).wait(at.x.parity);
     __syncwarp();
-    if (b.lane == 0) b.x_empty(at.x.slot).arrive();
+    if (b.lane() == 0) b.x_empty(at.x.slot).arrive();
     at.x.next(b.m.x_buffers);
   }
 }
@@ -202,27 +210,26 @@ template <class F, int kGroups>
 __device__ void multiply_segment(const Block<kGroups>& b, const QmmSegment& segment, Share share,
                                  Position& at) {
   const QmmArgs& m = b.m;
-  const int units = share.count * b.leaves, lane = b.lane;
-  const int64_t row_bytes = int64_t(m.tiles) * Tile<F>::kBytes;
-  const uint8_t* weight = segment.weight + share.first * row_bytes;
-  const int ring = b.at.ring + b.warp * m.stages * m.slot_bytes;
+  const int units = share.count * b.leaves(), lane = b.lane();
+  const auto row_at = [&](int row) {
+    return segment.weight + int64_t(share.first + row) * m.tiles * Tile<F>::kBytes;
+  };
 
   // the next tiles to bring
-  int ahead_unit = b.warp, ahead_left = 0, ahead_slot = at.tile.slot;
+  int ahead_unit = b.warp(), ahead_left = 0, ahead_slot = at.tile.slot;
   const uint8_t* from = nullptr;
   const auto fetch = [&] {
     if (ahead_left == 0) {
       if (ahead_unit >= units) return;
-      const Unit u(ahead_unit, m.chunk, share.count, b.leaves);
-      const int leaf = b.leaf_begin + u.leaf;
-      from = weight + u.row * row_bytes + int64_t(leaf) * kLeafTiles * Tile<F>::kBytes;
+      const Unit u(ahead_unit, m.chunk, share.count, b.leaves());
+      const int leaf = b.leaf_begin() + u.leaf;
+      from = row_at(u.row) + int64_t(leaf) * kLeafTiles * Tile<F>::kBytes;
       ahead_left = b.tiles_of(leaf);
-      ahead_unit += b.warps;
+      ahead_unit += m.warps;
     }
     const int count = ahead_left < m.span ? ahead_left : m.span;
     const uint32_t bytes = uint32_t(count * Tile<F>::kBytes);
-    fetch_once(b.base + uint32_t(ring + ahead_slot * m.slot_bytes), from, bytes,
-               b.ring_full(ahead_slot), lane);
+    fetch_once(b.address(b.slot_at(ahead_slot)), from, bytes, b.ring_full(ahead_slot), lane);
     from += bytes;
     ahead_left -= count;
     ahead_slot = ahead_slot + 1 == m.stages ? 0 : ahead_slot + 1;
@@ -230,15 +237,15 @@ __device__ void multiply_segment(const Block<kGroups>& b, const QmmSegment& segm
   for (int i = 0; i < m.stages; ++i) fetch();
 
   const int first_sequence = at.sequence;
-  for (int unit = b.warp; unit < units; unit += b.warps) {
-    const Unit u(unit, m.chunk, share.count, b.leaves);
-    advance(b, at, first_sequence + u.chunk * b.leaves + u.leaf);
+  for (int unit = b.warp(); unit < units; unit += m.warps) {
+    const Unit u(unit, m.chunk, share.count, b.leaves());
+    advance(b, at, first_sequence + u.chunk * b.leaves() + u.leaf);
     b.x_full(at.x.slot).wait(at.x.parity);
-    const uint8_t* x = b.memory + at.x.slot * kTokens * kGroups * kRowBytes;
+    const uint8_t* x = b.memory + at.x.slot * b.kLeafBytes;
     float leaf[kGroups][2] = {};
-    for (int left = b.tiles_of(b.leaf_begin + u.leaf); left > 0; left -= m.span) {
+    for (int left = b.tiles_of(b.leaf_begin() + u.leaf); left > 0; left -= m.span) {
       b.ring_full(at.tile.slot).wait(at.tile.parity);
-      const uint8_t* tile = b.memory + ring + at.tile.slot * m.slot_bytes;
+      const uint8_t* tile = b.memory + b.slot_at(at.tile.slot);
       const uint8_t* end = tile + (left < m.span ? left : m.span) * Tile<F>::kBytes;
 #pragma unroll 1
       for (; tile != end; tile += Tile<F>::kBytes, x += kGroupBytes)
@@ -254,52 +261,49 @@ __device__ void multiply_segment(const Block<kGroups>& b, const QmmSegment& segm
       sums[32 * t] = leaf[t][0];
       sums[32 * (kGroups + t)] = leaf[t][1];
     }
-    if (b.leaves < b.all_leaves) continue;  // the cluster joins at the end
+    if (m.cluster > 1) continue;  // the cluster joins at the end
     int before = 0;
     __threadfence_block();
     __syncwarp();
-    if (lane == 0) before = atomicAdd(b.counters + slot, 1);
+    if (lane == 0) before = atomicAdd(b.counter(slot), 1);
     before = __shfl_sync(gpu::kAllLanes, before, 0);
-    if (before + 1 < b.leaves) continue;
+    if (before + 1 < m.leaves) continue;
     __threadfence_block();
-    if (lane == 0) b.counters[slot] = 0;
+    if (lane == 0) *b.counter(slot) = 0;
     float value[2 * kGroups];
-    join_leaves<2 * kGroups>(b.sums_of(slot, 0) + lane, kLeafSums<kGroups>, b.leaves, value, 32);
+    join_leaves<2 * kGroups>(b.sums_of(slot, 0) + lane, kLeafSums<kGroups>, m.leaves, value, 32);
 #pragma unroll
     for (int i = 0; i < 2 * kGroups; ++i)
       store_element<kGroups>(m, segment, share.first + u.row, 32 * i + lane, value[i]);
     __syncwarp();
   }
   const int chunks = (share.count + m.chunk - 1) / m.chunk;
-  advance(b, at, first_sequence + chunks * b.leaves);
+  advance(b, at, first_sequence + chunks * b.leaves());
   at.chunk += chunks;
 }
 
 // The two blocks of a cluster have the leaf sums of the same tile rows: each brings the other's
-// sums of half of the elements and joins them.
+// sums of half of the elements and joins them. other: its sums_of(0, 0).
 template <int kGroups>
 __device__ void join_cluster(const Block<kGroups>& b, const QmmSegment& segment, Share share,
-                             float* other, int rank) {
+                             const float* other) {
   constexpr int kElements = kLeafSums<kGroups>;
-  const int begin = rank * kElements / 2, per_row = kElements / 2;
-  const int first_half = (b.all_leaves + 1) / 2;
-  for (int i = threadIdx.x; i < share.count * per_row; i += blockDim.x) {
-    const int row = i / per_row, e = begin + i % per_row;
+  const int rank = b.rank(), all = b.m.leaves, first = (all + 1) / 2;
+  for (int i = threadIdx.x; i < share.count * (kElements / 2); i += blockDim.x) {
+    const int row = i / (kElements / 2), e = rank * (kElements / 2) + i % (kElements / 2);
     float* mine = b.sums_of(row, 0) + e;
-    const float* theirs = other + int64_t(row) * b.all_leaves * kElements + e;
-    const int count = b.all_leaves - b.leaves;
+    const float* theirs = other + int64_t(row) * all * kElements + e;
     // in K's order: rank 0's leaves first
     if (rank == 0) {
 #pragma unroll 4
-      for (int l = 0; l < count; ++l) mine[(first_half + l) * kElements] = theirs[l * kElements];
+      for (int l = first; l < all; ++l) mine[l * kElements] = theirs[(l - first) * kElements];
     } else {
-      for (int l = b.leaves - 1; l >= 0; --l)
-        mine[(first_half + l) * kElements] = mine[l * kElements];
+      for (int l = all - 1; l >= first; --l) mine[l * kElements] = mine[(l - first) * kElements];
 #pragma unroll 4
-      for (int l = 0; l < count; ++l) mine[l * kElements] = theirs[l * kElements];
+      for (int l = 0; l < first; ++l) mine[l * kElements] = theirs[l * kElements];
     }
     float value[1];
-    join_leaves<1>(mine, kElements, b.all_leaves, value, 0);
+    join_leaves<1>(mine, kElements, all, value, 0);
     store_element<kGroups>(b.m, segment, share.first + row, e, value[0]);
   }
 }
@@ -307,34 +311,13 @@ __device__ void join_cluster(const Block<kGroups>& b, const QmmSegment& segment,
 template <int kGroups, int kThreads>
 __global__ void __launch_bounds__(kThreads, 1) qmm_tiles(const __grid_constant__ QmmArgs m) {
   extern __shared__ __align__(128) uint8_t memory[];
-#if DFLASH_COPY_ENGINE
-  const auto cluster = cooperative_groups::this_cluster();
-  const int parts = int(cluster.num_blocks()), rank = int(cluster.block_rank());
-#else
-  const int parts = 1, rank = 0;
-#endif
-  const int warps = int(blockDim.x) / kLanes - 1;
-  const int all_leaves = (m.tiles + kLeafTiles - 1) / kLeafTiles;
-  const int half = (all_leaves + 1) / 2;
-  Block<kGroups> b{m, memory, shared_address(memory)};
-  b.at = qmm_shared(m, kGroups, warps, all_leaves, m.sums == nullptr);
-  b.warps = warps;
-  b.warp = int(threadIdx.x) / kLanes;
-  b.lane = int(threadIdx.x) % kLanes;
-  b.leaf_begin = rank == 0 ? 0 : half;
-  b.leaves = parts == 1 ? all_leaves : rank == 0 ? half : all_leaves - half;
-  b.all_leaves = all_leaves;
-  const int64_t sums_per_block = int64_t(m.buffers) * m.chunk * all_leaves * kLeafSums<kGroups>;
-  b.sums =
-      m.sums ? m.sums + blockIdx.x * sums_per_block : reinterpret_cast<float*>(memory + b.at.sums);
-  b.counters = reinterpret_cast<int*>(memory + b.at.counters);
-  for (int i = threadIdx.x; i < m.buffers * m.chunk; i += blockDim.x) b.counters[i] = 0;
+  const Block<kGroups> b{m, memory};
+  for (int i = threadIdx.x; i < m.buffers * m.chunk; i += blockDim.x) *b.counter(i) = 0;
   if (threadIdx.x == 0) {
-    for (int i = 0; i < warps * m.stages; ++i)
-      Barrier{b.base + uint32_t(b.at.barriers + 8 * i)}.init(kFetchArrivals);
+    for (int i = 0; i < m.warps * m.stages; ++i) b.barrier(i).init(kFetchArrivals);
     for (int i = 0; i < m.x_buffers; ++i) {
       b.x_full(i).init(kFetchArrivals);
-      b.x_empty(i).init(warps);
+      b.x_empty(i).init(m.warps);
     }
 #if DFLASH_COPY_ENGINE
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -346,8 +329,8 @@ __global__ void __launch_bounds__(kThreads, 1) qmm_tiles(const __grid_constant__
   int64_t total = 0;
   for (int s = 0; s < m.segments; ++s)
     total += int64_t((m.segment[s].rows + kTileRows - 1) / kTileRows) * m.segment[s].tile_bytes;
-  const int64_t clusters = gridDim.x / parts, mine = blockIdx.x / parts;
-  const bool feeds = b.warp == warps;
+  const int64_t clusters = gridDim.x / m.cluster, mine = blockIdx.x / m.cluster;
+  const bool feeds = b.warp() == m.warps;
   if (feeds) gpu::wait_for_earlier();
   if (feeds) gpu::let_next_begin();
   Position at;
@@ -383,11 +366,12 @@ __global__ void __launch_bounds__(kThreads, 1) qmm_tiles(const __grid_constant__
       }
     }
 #if DFLASH_COPY_ENGINE
-    if (parts == 2) {
+    if (m.cluster == 2) {
+      const auto cluster = cooperative_groups::this_cluster();
       cluster.sync();
-      float* other = m.sums ? m.sums + (blockIdx.x ^ 1) * sums_per_block
-                            : cluster.map_shared_rank(b.sums, rank ^ 1);
-      join_cluster(b, segment, share, other, rank);
+      join_cluster(b, segment, share,
+                   m.sums ? b.sums_of(blockIdx.x ^ 1, 0, 0)
+                          : cluster.map_shared_rank(b.sums_of(0, 0), b.rank() ^ 1));
       cluster.sync();  // before the sums are overwritten, or the block leaves
     }
 #endif

@@ -33,11 +33,20 @@ void with_groups(int groups, Body&& body) {
 
 struct QmmLaunch {
   int groups;  // 0: the device has too little shared memory
-  int warps;   // that multiply
-  unsigned grid, cluster;
-  int shared_bytes;
+  unsigned grid;
   int64_t global_sums;  // floats, or 0: they fit shared memory
 };
+
+inline QmmShared place_shared(const QmmArgs& m, int groups, bool sums_here) {
+  QmmShared s{};
+  s.ring = m.x_buffers * kTokens * groups * kRowBytes;
+  s.sums = s.ring + m.warps * m.stages * m.slot_bytes;
+  const int leaf_sums = kTileRows * kTokens * groups * int(sizeof(float));
+  s.counters = s.sums + (sums_here ? m.buffers * m.chunk * m.leaves * leaf_sums : 0);
+  s.barriers = ceil_div(s.counters + m.buffers * m.chunk * int(sizeof(int)), 8) * 8;
+  s.bytes = s.barriers + 8 * (m.warps * m.stages + 2 * m.x_buffers);
+  return s;
+}
 
 // Fills in what of `m` belongs to the cut; segments, count and tiles are given. On an H200 two
 // stages of a tile suffice, a third leaf of activations helps more than a third stage, and sums in
@@ -45,7 +54,7 @@ struct QmmLaunch {
 inline QmmLaunch plan_launch(QmmArgs& m, const QmmDevice& device) {
   QmmLaunch launch{};
   launch.groups = m.count <= 4 ? 1 : m.count <= 8 ? 2 : m.count <= 16 ? 4 : 8;
-  const int leaves = (m.tiles + kLeafTiles - 1) / kLeafTiles;
+  m.leaves = ceil_div(m.tiles, kLeafTiles);
   int64_t rows = 0;
   int tile_bytes = 0;
   for (int s = 0; s < m.segments; ++s) {
@@ -54,31 +63,28 @@ inline QmmLaunch plan_launch(QmmArgs& m, const QmmDevice& device) {
   }
   // leaves of the block that has most to do, without and with clusters of two
   const int64_t blocks = device.multiprocessors;
-  const int64_t alone = ceil_div<int64_t>(rows, blocks) * leaves;
-  const int64_t paired = ceil_div<int64_t>(rows, blocks / 2) * ceil_div(leaves, 2);
-  launch.cluster = device.clusters && leaves > 1 && paired * 20 < alone * 19 ? 2 : 1;
-  const int64_t clusters = blocks / launch.cluster;
-  launch.grid = unsigned(rows < clusters ? rows : clusters) * launch.cluster;
-  with_groups(launch.groups,
-              [&]<int kGroups>() { launch.warps = kQmmThreads<kGroups> / kLanes - 1; });
+  const int64_t alone = ceil_div<int64_t>(rows, blocks) * m.leaves;
+  const int64_t paired = ceil_div<int64_t>(rows, blocks / 2) * ceil_div(m.leaves, 2);
+  m.cluster = device.clusters && m.leaves > 1 && paired * 20 < alone * 19 ? 2 : 1;
+  const int64_t clusters = blocks / m.cluster;
+  launch.grid = unsigned(rows < clusters ? rows : clusters) * m.cluster;
+  with_groups(launch.groups, [&]<int kGroups>() { m.warps = kQmmThreads<kGroups> / kLanes - 1; });
 
   // All tile rows of a block in one chunk, one more than its share: that is cut by bytes. Where
   // there are many or several segments, two chunks.
-  const int64_t most =
-      ceil_div<int64_t>(rows, launch.grid / launch.cluster) + (m.segments > 1 ? 1 : 0);
-  const bool many = most > 32 && launch.cluster == 1;
+  const int64_t most = ceil_div<int64_t>(rows, launch.grid / m.cluster) + (m.segments > 1 ? 1 : 0);
+  const bool many = most > 32 && m.cluster == 1;
   m.chunk = many ? 16 : int(most);
-  m.buffers = many || (m.segments > 1 && launch.cluster == 1) ? 2 : 1;
+  m.buffers = many || (m.segments > 1 && m.cluster == 1) ? 2 : 1;
   m.stages = 2;
   for (m.span = launch.groups == 8 ? 2 : 1; m.span >= 1; --m.span) {
     m.slot_bytes = m.span * tile_bytes;
     // with leaves = 1 a third would let a chunk's sums be overwritten
-    for (m.x_buffers = leaves == 1 ? 2 : 3; m.x_buffers >= 2; --m.x_buffers)
+    for (m.x_buffers = m.leaves == 1 ? 2 : 3; m.x_buffers >= 2; --m.x_buffers)
       for (const bool here : {true, false}) {
-        const int bytes = qmm_shared(m, launch.groups, launch.warps, leaves, here).bytes;
-        if (bytes > device.shared_bytes) continue;
-        launch.shared_bytes = bytes;
-        const int row_sums = leaves * kTileRows * kTokens * launch.groups;
+        m.at = place_shared(m, launch.groups, here);
+        if (m.at.bytes > device.shared_bytes) continue;
+        const int row_sums = m.leaves * kTileRows * kTokens * launch.groups;
         if (!here) launch.global_sums = int64_t(launch.grid) * m.buffers * m.chunk * row_sums;
         return launch;
       }
