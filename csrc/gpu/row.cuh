@@ -70,16 +70,27 @@ __device__ void leaf_sums(const P& p, int64_t n, float* sums) {
   __syncthreads();
 }
 
-__device__ inline void normalise(RowShared& s, float* p, int64_t n, float* sums) {
+// core/reduce.h's Tree over leaves that all of the block sees, level by level: a node without a
+// neighbour joins where it would have been joined from the right. The leaves are lost.
+__device__ inline float join_leaves(float* leaf, int64_t leaves) {
+  for (int64_t m = leaves; m > 1; m = (m + 1) / 2)
+    for (int64_t base = 0; 2 * base < m; base += kRowThreads) {
+      const int64_t i = base + threadIdx.x;
+      float node = 0.f;
+      if (2 * i < m) node = 2 * i + 1 < m ? leaf[2 * i] + leaf[2 * i + 1] : leaf[2 * i];
+      __syncthreads();
+      if (2 * i < m) leaf[i] = node;
+      __syncthreads();
+    }
+  const float total = leaf[0];
+  __syncthreads();
+  return total;
+}
+
+__device__ inline void normalise(float* p, int64_t n, float* sums) {
   __syncthreads();
   leaf_sums([p](int64_t i) { return p[i]; }, n, sums);
-  float total = 0.f;
-  if (threadIdx.x == 0) {
-    Tree<float> tree;
-    for (int64_t l = 0; l < ceil_div<int64_t>(n, kLeaf); ++l) tree.push(sums[l]);
-    total = tree.join();
-  }
-  total = broadcast(&s.value, total);
+  const float total = join_leaves(sums, ceil_div<int64_t>(n, kLeaf));
   for (int64_t i = threadIdx.x; i < n; i += kRowThreads) p[i] = p[i] / total;
   __syncthreads();
 }
@@ -166,23 +177,19 @@ __device__ inline bool row_probs(RowShared& s, const float* x, int64_t n, float 
     keep(
         s, n, uint64_t(top_k), [x](int64_t i) { return order_key(x[i]); },
         [](int64_t) { return uint64_t(1); }, p);
-  normalise(s, p, n, sums);
+  normalise(p, n, sums);
   if (top_p < 1.f) {
     keep(
         s, n, mass_target(top_p), [p](int64_t i) { return bit_cast<uint32_t>(p[i]); },
         [p](int64_t i) { return mass(p[i]); }, p);
-    normalise(s, p, n, sums);
+    normalise(p, n, sums);
   }
   return true;
 }
 
-// The id that u falls on; kNoToken for a value that is no probability or no uniform, kNoMass.
+// The id that u falls on, of leaves that were summed; kNoMass.
 template <class P>
-__device__ int64_t draw(RowShared& s, const P& p, int64_t n, float u, float* sums) {
-  bool bad = !(u >= 0.f && u < 1.f);
-  for (int64_t i = threadIdx.x; i < n; i += kRowThreads) bad = bad || !(p(i) >= 0.f);
-  if (any(s, bad)) return kNoToken;
-  leaf_sums(p, n, sums);
+__device__ int64_t draw_of_leaves(RowShared& s, const P& p, int64_t n, float u, const float* sums) {
   // every thread finds the chunk: the sums are few
   const int64_t chunks = ceil_div<int64_t>(n, kDrawChunk);
   double total = 0.;
@@ -202,6 +209,43 @@ __device__ int64_t draw(RowShared& s, const P& p, int64_t n, float u, float* sum
   if (threadIdx.x == 0)
     id = begin + draw_in_chunk([&](int64_t i) { return s.chunk[i]; }, 0, size, running, threshold);
   return broadcast(&s.index, id);
+}
+
+// The same of a row; kNoToken for a value that is no probability or no uniform.
+template <class P>
+__device__ int64_t draw(RowShared& s, const P& p, int64_t n, float u, float* sums) {
+  bool bad = !(u >= 0.f && u < 1.f);
+  for (int64_t i = threadIdx.x; i < n; i += kRowThreads) bad = bad || !(p(i) >= 0.f);
+  if (any(s, bad)) return kNoToken;
+  leaf_sums(p, n, sums);
+  return draw_of_leaves(s, p, n, u, sums);
+}
+
+constexpr float kBadLeaf = -1.f;  // holds a value that is no probability
+
+// One leaf of a row by one warp, as draw() checks and sums it.
+template <class P>
+__device__ void checked_leaf(const P& p, int64_t n, int64_t leaf, float* sums) {
+  const int64_t begin = leaf * kLeaf, size = n - begin < kLeaf ? n - begin : kLeaf;
+  bool bad = false;
+  const float sum = warp_sum_leaf(
+      [&](int64_t e) {
+        const float value = p(begin + e);
+        bad = bad || !(value >= 0.f);
+        return value;
+      },
+      size);
+  bad = any_lane(bad);
+  if (lane_id() == 0) sums[leaf] = bad ? kBadLeaf : sum;
+}
+
+// draw() of leaves from checked_leaf().
+template <class P>
+__device__ int64_t draw_checked(RowShared& s, const P& p, int64_t n, float u, const float* sums) {
+  bool bad = !(u >= 0.f && u < 1.f);
+  for (int64_t l = threadIdx.x; l < ceil_div<int64_t>(n, kLeaf); l += kRowThreads)
+    bad = bad || sums[l] == kBadLeaf;
+  return any(s, bad) ? kNoToken : draw_of_leaves(s, p, n, u, sums);
 }
 
 }  // namespace dflash::gpu
