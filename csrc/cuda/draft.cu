@@ -15,20 +15,14 @@ dim3 grid_of(int64_t rows, const Launch& launch) {
   return dim3(unsigned(rows), launch.grid);
 }
 
-// Rows of a codebook as floats [few + many, rank], of one or two lists of ids.
-Tensor codebook_rows(const Tensor& packed, int64_t type, const Tensor* few, const Tensor& many,
-                     int64_t rank) {
-  const int64_t first = few ? few->numel() : 0, ids = first + many.numel();
-  Tensor out = new_empty(packed, {ids, rank}, ScalarType::Float);
-  const Launch launch(packed, rank);
+void codebook_rows(int64_t type, const gpu::CodebookView& view, int first, int count,
+                   const Launch& launch) {
+  if (count == 0) return;
   dispatch_format(type, [&]<class F>() {
-    launch_pdl(gpu::codebook_rows<F>, grid_of(ids, launch), launch.threads, 0, launch.stream,
-               packed.const_data_ptr<uint8_t>(), few ? few->const_data_ptr<int64_t>() : nullptr,
-               many.const_data_ptr<int64_t>(), out.mutable_data_ptr<float>(), packed.size(0),
-               int(first), int(ids), int(rank));
+    launch_pdl(gpu::codebook_rows<F>, grid_of(count, launch), launch.threads, 0, launch.stream,
+               view, first);
   });
   STD_CUDA_KERNEL_LAUNCH_CHECK();
-  return out;
 }
 
 }  // namespace
@@ -73,21 +67,41 @@ std::tuple<Tensor, Tensor> selector_walk(const Tensor& ids, const Tensor& scores
   const int64_t S = plan.sequences, K = plan.candidates, R = plan.rank;
   if (S * plan.slots == 0) return {plan.tokens, plan.q};
   const auto floats = [&](int64_t count) { return new_empty(scores, {count}, ScalarType::Float); };
-  // Every row the walk may meet, since the path is only known on the device: predecessors of the
-  // anchors and of all candidates, successors of all candidates.
-  Tensor before = codebook_rows(predecessor, predecessor_type, &anchor, ids, R);
-  Tensor after = codebook_rows(successor, successor_type, nullptr, ids, R);
-  const bool wide = K > kLanes;
+  const int64_t C = ids.numel();
+  STD_TORCH_CHECK(S + 2 * C <= 0x7fffffff && R <= 1 << 24, "dflash::selector_walk: ids must be ",
+                  "fewer than 2^30, got ", C);
+  // every row the walk may meet, since the path is only known on the device
+  Tensor rows = new_empty(scores, {S + 2 * C, R}, ScalarType::Float);
+  const gpu::CodebookView codebooks = {
+      predecessor.const_data_ptr<uint8_t>(),
+      successor.const_data_ptr<uint8_t>(),
+      anchor.const_data_ptr<int64_t>(),
+      ids.const_data_ptr<int64_t>(),
+      rows.mutable_data_ptr<float>(),
+      plan.vocab,
+      int(S),
+      int(C),
+      int(R),
+  };
+  const Launch launch(ids, R);
+  if (predecessor_type == successor_type) {
+    codebook_rows(predecessor_type, codebooks, 0, int(S + 2 * C), launch);
+  } else {
+    codebook_rows(predecessor_type, codebooks, 0, int(S + C), launch);
+    codebook_rows(successor_type, codebooks, int(S + C), int(C), launch);
+  }
+  const float* anchors = rows.const_data_ptr<float>();
+  const size_t shared = size_t(2 * K * R) * sizeof(float);
+  const bool wide = K > gpu::kWalkWarps || R > gpu::kWalkParts * kAccumulators || shared > 40960;
   Tensor score = floats(wide ? S * K : 0);
   Tensor sums = floats(wide ? S * ceil_div<int64_t>(K, kLeaf) : 0);
-  const Launch launch(ids, S);
   const gpu::WalkArguments arguments = {
       ids.const_data_ptr<int64_t>(),
       scores.const_data_ptr<float>(),
       hidden.const_data_ptr<float>(),
-      before.const_data_ptr<float>(),
-      before.const_data_ptr<float>() + S * R,
-      after.const_data_ptr<float>(),
+      anchors,
+      anchors + S * R,
+      anchors + (S + C) * R,
       temperature.const_data_ptr<float>(),
       uniform.const_data_ptr<float>(),
       plan.slots,
@@ -101,7 +115,7 @@ std::tuple<Tensor, Tensor> selector_walk(const Tensor& ids, const Tensor& scores
   if (wide)
     launch_pdl(gpu::selector_walk_wide, unsigned(S), gpu::kRowThreads, 0, launch.stream, arguments);
   else
-    launch_pdl(gpu::selector_walk, unsigned(S), gpu::kRowThreads, 0, launch.stream, arguments);
+    launch_pdl(gpu::selector_walk, unsigned(S), gpu::kRowThreads, shared, launch.stream, arguments);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
   return {plan.tokens, plan.q};
 }

@@ -46,7 +46,11 @@ Tensor qk_norm_rope_store(const std::optional<Tensor>& q, const Tensor& k, const
   view.width = plan.width;
   view.position_axes = plan.position_axes;
   view.cache_rows = plan.cache_rows;
-  const Launch launch(k, plan.rows * (plan.q_heads + plan.kv_heads) * kLanes);
+  const int64_t warps = plan.rows * (plan.q_heads + plan.kv_heads);
+  STD_TORCH_CHECK(
+      warps <= 0x7fffffff && plan.head_dim <= 0x7fffffff,
+      "dflash::qk_norm_rope_store: q and k must have fewer than 2^31 heads in all, got ", warps);
+  const Launch launch(k, warps * kLanes);
   with_type(float_type(k_cache), [&]<class T>() {
     launch_pdl(gpu::qk_norm_rope_store<T>, launch.grid, launch.threads, 0, launch.stream, view);
   });

@@ -111,7 +111,7 @@ std::tuple<Tensor, Tensor> accept_greedy(const Tensor& draft, const Tensor& offe
                                          const Tensor& target_ids) {
   AcceptPlan plan = plan_accept_greedy(draft, offered, target_ids);
   if (plan.sequences == 0) return {plan.length, plan.next};
-  const Launch launch(draft, plan.sequences);
+  const Launch launch(draft, plan.sequences * kLanes);
   launch_pdl(gpu::accept_greedy, launch.grid, launch.threads, 0, launch.stream,
              draft.const_data_ptr<int64_t>(), offered.const_data_ptr<int32_t>(),
              target_ids.const_data_ptr<int64_t>(), plan.sequences, plan.tokens,

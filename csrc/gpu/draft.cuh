@@ -17,31 +17,43 @@ struct ConvolutionView {
   int rows, columns, taps, groups;
 };
 
-// First row of the block that row n belongs to; rows behind the last block continue it.
+// First row of the block that row n belongs to, by a whole warp; rows behind the last block
+// continue it.
 __device__ inline int64_t first_of_block(const ConvolutionView& v, int64_t n) {
-  int64_t first = 0;
-  for (int64_t s = 0; s <= v.sequences && v.cu_seqlens[s] <= n; ++s)
-    first = v.cu_seqlens[s] > 0 ? v.cu_seqlens[s] : 0;
-  return first;
+  int first = 0;
+  for (int64_t s = lane_id(); s - lane_id() <= v.sequences; s += kLanes) {
+    const int begin = s <= v.sequences ? v.cu_seqlens[s] : 0;
+    first = begin <= n && begin > first ? begin : first;
+  }
+  return max_lanes(first);
 }
 
-__device__ inline float convolved(const ConvolutionView& v, int64_t n, int64_t first, int c) {
-  const int group = c / (v.columns / v.groups);
-  float sum = 0.f;
-  for (int t = 0; t < v.taps && n - t >= first; ++t)
-    sum = conv_tap(v.base[int64_t(t) * v.columns + c],
-                   v.coef[(n * 2 * v.taps + t) * v.groups + group], v.x[(n - t) * v.columns + c],
-                   sum);
-  return sum;
+// kN neighbouring values of row n from column c on; the tap loop is the outer one, so that their
+// loads overlap.
+template <int kN>
+__device__ void convolve(const ConvolutionView& v, int64_t n, int64_t first, int c, float* sum) {
+  const int size = v.columns / v.groups;
+#pragma unroll
+  for (int i = 0; i < kN; ++i) sum[i] = 0.f;
+  for (int t = 0; t < v.taps && n - t >= first; ++t) {
+    const float* base = v.base + int64_t(t) * v.columns + c;
+    const float* coef = v.coef + (n * 2 * v.taps + t) * v.groups;
+    const float* x = v.x + (n - t) * v.columns + c;
+#pragma unroll
+    for (int i = 0; i < kN; ++i)
+      if (c + i < v.columns) sum[i] = conv_tap(base[i], coef[(c + i) / size], x[i], sum[i]);
+  }
 }
 
 // A value per thread; blockIdx.x is the row.
 __global__ void grouped_conv(ConvolutionView v, float* out) {  // [rows, columns]
   start();
+  const int64_t n = blockIdx.x, first = first_of_block(v, n);
   const int c = int(blockIdx.y * blockDim.x + threadIdx.x);
   if (c >= v.columns) return;
-  const int64_t n = blockIdx.x;
-  out[n * v.columns + c] = convolved(v, n, first_of_block(v, n), c);
+  float sum[1];
+  convolve<1>(v, n, first, c, sum);
+  out[n * v.columns + c] = sum[0];
 }
 
 // Packed: a group of activations per warp.
@@ -52,30 +64,38 @@ __global__ void grouped_conv_packed(ConvolutionView v, Group* out) {  // [rows, 
   const int64_t n = blockIdx.x;
   const int group = int(blockIdx.y * blockDim.x + threadIdx.x) / kLanes;
   if (group >= per_row) return;
-  const int64_t first = first_of_block(v, n);
   float value[kActPerLane];
-  for (int i = 0; i < kActPerLane; ++i) {
-    const int c = group * kActGroup + lane_id() * kActPerLane + i;
-    value[i] = c < v.columns ? convolved(v, n, first, c) : 0.f;
-  }
+  convolve<kActPerLane>(v, n, first_of_block(v, n), group * kActGroup + lane_id() * kActPerLane,
+                        value);
   quantize_group(value, out + n * per_row + group);
 }
 
-// Rows of a codebook as floats: of two lists of ids, one behind the other.
+// The codebook rows that a walk may meet, as floats: predecessors of the anchors and of all
+// candidates, successors of all candidates.
+struct CodebookView {
+  const uint8_t *predecessor, *successor;  // [rows, rank / kElems quants]
+  const int64_t *anchors, *candidates;
+  float* out;  // [anchors + 2 candidates, rank]
+  int64_t rows;
+  int anchor_count, candidate_count, rank;
+};
+
+// A row of `out` per blockIdx.x from `first` on, of a codebook in format F.
 template <class F>
-__global__ void codebook_rows(const uint8_t* packed,  // [rows, rank / kElems quants]
-                              const int64_t* few,     // [few_ids]
-                              const int64_t* many,    // [ids - few_ids]
-                              float* out,             // [ids, rank]
-                              int64_t rows, int few_ids, int ids, int rank) {
+__global__ void codebook_rows(CodebookView v, int first) {
   start();
-  const int at = int(blockIdx.x), r = int(blockIdx.y * blockDim.x + threadIdx.x);
-  if (r >= rank) return;
-  const int64_t row = at < few_ids ? few[at] : many[at - few_ids];
-  out[int64_t(at) * rank + r] =
-      row < 0 || row >= rows
+  const int at = first + int(blockIdx.x), r = int(blockIdx.y * blockDim.x + threadIdx.x);
+  if (r >= v.rank) return;
+  const int of_candidate = at - v.anchor_count;
+  const bool after = of_candidate >= v.candidate_count;
+  const int64_t row = of_candidate < 0
+                          ? v.anchors[at]
+                          : v.candidates[after ? of_candidate - v.candidate_count : of_candidate];
+  const uint8_t* table = after ? v.successor : v.predecessor;
+  v.out[int64_t(at) * v.rank + r] =
+      row < 0 || row >= v.rows
           ? no_answer()
-          : decode<F>(packed + (row * (rank / F::kElems) + r / F::kElems) * F::kBytes,
+          : decode<F>(table + (row * (v.rank / F::kElems) + r / F::kElems) * F::kBytes,
                       r % F::kElems);
 }
 
@@ -134,39 +154,96 @@ __device__ inline int lane_draw(float p, int count, float u) {
   return last;
 }
 
-// A thread block per sequence, a warp per candidate, for up to 32 of them; every warp then makes
-// the same choice by itself.
+constexpr int kWalkParts = 4;  // 128 values each: the rank of a narrow walk is at most 512
+constexpr int kWalkValues = kWalkParts * kPerLane;
+
+// A lane's part of a row, in the order of core/reduce.h.
+struct LaneRow {
+  float value[kWalkValues];
+
+  __device__ void load(const float* row, int rank) {
+#pragma unroll
+    for (int e = 0; e < kWalkValues; ++e) {
+      const int r = place(e);
+      value[e] = r < rank ? row[r] : 0.f;
+    }
+  }
+  __device__ void store(float* row, int rank) const {
+#pragma unroll
+    for (int e = 0; e < kWalkValues; ++e)
+      if (place(e) < rank) row[place(e)] = value[e];
+  }
+  __device__ static int place(int e) {
+    return e / kPerLane * kAccumulators + kPerLane * lane_id() + e % kPerLane;
+  }
+};
+
+// The dot of (predecessor * hidden) and a successor, by one warp; beyond the rank nothing is added.
+__device__ inline float compatibility(const float* previous, const LaneRow& hidden,
+                                      const LaneRow& after, int rank) {
+  float acc[kPerLane] = {};
+#pragma unroll
+  for (int e = 0; e < kWalkValues; ++e) {
+    const int r = LaneRow::place(e);
+    if (r < rank)
+      acc[e % kPerLane] = fma(mul(previous[r], hidden.value[e]), after.value[e], acc[e % kPerLane]);
+  }
+  return fold_lanes(acc);
+}
+
+// A thread block per sequence, a warp per candidate, for up to kWalkWarps candidates and a rank of
+// up to 512. Rows are fetched a slot ahead, and the candidates' own predecessor rows wait in shared
+// memory for one of them to be chosen; every warp makes the same choice by itself.
+constexpr int kWalkWarps = kRowThreads / kLanes;
 __global__ void __launch_bounds__(kRowThreads) selector_walk(WalkArguments a) {
+  extern __shared__ float before[];  // [2, candidates, rank]
+  __shared__ float score[2][kWalkWarps];
   start();
-  __shared__ float score[2][kLanes];
   const int64_t n = blockIdx.x;
   const int K = int(a.candidates), R = int(a.rank);
   const int warp = int(threadIdx.x) / kLanes, lane = lane_id();
   const float t = a.temperature[n];
+  const bool mine = lane < K, works = warp < K;
+  LaneRow hidden, after, own, next_hidden, next_after, next_own;
+  const auto fetch = [&](int64_t j) {
+    const int64_t slot = n * a.slots + j;
+    if (j >= a.slots || !works) return;
+    next_hidden.load(a.hidden + slot * R, R);
+    next_after.load(a.after + (slot * K + warp) * R, R);
+    next_own.load(a.before + (slot * K + warp) * R, R);
+  };
   const float* previous = a.anchors + n * R;
   bool alive = true;
+  fetch(0);
   for (int64_t j = 0; j < a.slots; ++j) {
     const int64_t slot = n * a.slots + j;
-    const float* hidden = a.hidden + slot * R;
-    float* scores = score[j % 2];  // the other half may still be read
-    for (int k = warp; k < K; k += kRowThreads / kLanes) {
-      const float* row = a.after + (slot * K + k) * R;
-      const float compatibility = warp_dot(
-          R, [&](int64_t r) { return mul(previous[r], hidden[r]); },
-          [&](int64_t r) { return row[r]; });
-      if (lane == 0) scores[k] = edge_score(a.scores[slot * K + k], compatibility);
+    hidden = next_hidden;
+    after = next_after;
+    own = next_own;
+    // the other halves may still be read
+    float* rows = before + j % 2 * K * R;
+    float* scores = score[j % 2];
+    const float given = mine ? a.scores[slot * K + lane] : 0.f;
+    const int64_t id = mine ? a.ids[slot * K + lane] : kNoToken;
+    const float uniform = a.uniform[slot];
+    fetch(j + 1);
+    if (works) {
+      const float dot = compatibility(previous, hidden, after, R);
+      own.store(rows + warp * R, R);
+      if (lane == 0) scores[warp] = dot;
     }
     __syncthreads();
-    const bool mine = lane < K;
+    const float x = mine ? edge_score(given, scores[lane]) : bit_cast<float>(0xff800000u);
     float p;
-    alive = lane_probs(mine ? scores[lane] : bit_cast<float>(0xff800000u), mine, t, &p) && alive;
+    alive = lane_probs(x, mine, t, &p) && alive;
     if (warp == 0 && mine) a.q[slot * K + lane] = p;
     int chosen = int(kNoToken);
-    if (alive)
-      chosen = t == 0.f ? first_lane(p == 1.f) : lane_draw(mine ? p : 0.f, K, a.uniform[slot]);
+    if (alive) chosen = t == 0.f ? first_lane(p == 1.f) : lane_draw(mine ? p : 0.f, K, uniform);
     alive = alive && chosen >= 0;
-    if (alive) previous = a.before + (slot * K + chosen) * R;
-    if (threadIdx.x == 0) a.tokens[slot] = alive ? a.ids[slot * K + chosen] : kNoToken;
+    // a sequence that has ended scores against the anchor, whose row stays
+    previous = alive ? rows + chosen * R : a.anchors + n * R;
+    const int64_t token = from_lane(id, alive ? chosen : 0);
+    if (threadIdx.x == 0) a.tokens[slot] = alive ? token : kNoToken;
   }
 }
 

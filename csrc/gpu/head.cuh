@@ -22,6 +22,15 @@ __device__ inline void store_topk(const TopkView& t, int64_t row, RankKey key) {
   t.ids[at] = nan ? -1 : int64_t(rank_id(key));
 }
 
+// As block_topk() gives them.
+__device__ inline RankKey best_of(RankKey (&key)[kTopkPerThread], int k) {
+  if (k > 1) return block_topk(key, k);
+  RankKey mine = key[0];
+#pragma unroll
+  for (int j = 1; j < kTopkPerThread; ++j) mine = key[j] > mine ? key[j] : mine;
+  return block_best(mine);
+}
+
 // Block (row, chunk): the best of a chunk to keys [rows, chunks, k], or to the results.
 __global__ void __launch_bounds__(kTopkThreads) head_topk_logits(TopkView t, RankKey* keys) {
   start();
@@ -34,7 +43,7 @@ __global__ void __launch_bounds__(kTopkThreads) head_topk_logits(TopkView t, Ran
     const float value = id < t.vocabulary ? logit_value(logits[id], t.multiplier, t.softcap) : 0.f;
     key[j] = id >= t.vocabulary ? kNoKey : value != value ? kNaN : rank_key(value, uint32_t(id));
   }
-  const RankKey best = block_topk(key, int(t.k));
+  const RankKey best = best_of(key, int(t.k));
   if (threadIdx.x >= kLanes) return;
   if (gridDim.y == 1)
     store_topk(t, row, best);
@@ -53,7 +62,7 @@ __global__ void __launch_bounds__(kTopkThreads)
     const int64_t at = first + j * kTopkThreads;
     key[j] = at < count ? from[row * count + at] : kNoKey;
   }
-  const RankKey best = block_topk(key, int(t.k));
+  const RankKey best = best_of(key, int(t.k));
   if (threadIdx.x >= kLanes) return;
   if (gridDim.y == 1)
     store_topk(t, row, best);

@@ -187,6 +187,31 @@ __device__ inline bool row_probs(RowShared& s, const float* x, int64_t n, float 
   return true;
 }
 
+// core/sampling.h's draw_in_chunk() of [size], eight values at a time: the sums are the same chain
+// of additions (of 0 where nothing can be drawn), only looked at later.
+__device__ inline int64_t draw_ahead(const float* p, int size, double running, double threshold) {
+  constexpr int kAhead = 8;
+  int last = -1;
+  for (int base = 0; base < size; base += kAhead) {
+    float value[kAhead];
+    double sum[kAhead];
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j) {
+      const float v = base + j < size ? p[base + j] : 0.f;
+      value[j] = v > 0.f ? v : 0.f;
+    }
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j) sum[j] = running = running + double(value[j]);
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j) {
+      if (!(value[j] > 0.f)) continue;
+      last = base + j;
+      if (sum[j] > threshold) return last;
+    }
+  }
+  return last;
+}
+
 // The id that u falls on, of leaves that were summed; kNoMass.
 template <class P>
 __device__ int64_t draw_of_leaves(RowShared& s, const P& p, int64_t n, float u, const float* sums) {
@@ -206,8 +231,7 @@ __device__ int64_t draw_of_leaves(RowShared& s, const P& p, int64_t n, float u, 
   for (int64_t i = threadIdx.x; i < size; i += kRowThreads) s.chunk[i] = p(begin + i);
   __syncthreads();
   int64_t id = kNoToken;
-  if (threadIdx.x == 0)
-    id = begin + draw_in_chunk([&](int64_t i) { return s.chunk[i]; }, 0, size, running, threshold);
+  if (threadIdx.x == 0) id = begin + draw_ahead(s.chunk, int(size), running, threshold);
   return broadcast(&s.index, id);
 }
 

@@ -1,4 +1,4 @@
-// Sampling and acceptance: a thread block per row or sequence. What the CPU reports as an error
+// Sampling and acceptance. What the CPU reports as an error
 // becomes NaN, or the token -1: the host must not read values in a captured step.
 #pragma once
 #include "core/accept.h"
@@ -222,13 +222,28 @@ __global__ void accept_greedy(const int64_t* draft,       // [sequences, tokens]
                               const int64_t* target_ids,  // [sequences, tokens + 1]
                               int64_t sequences, int64_t tokens, int32_t* length, int64_t* next) {
   start();
-  const int64_t n = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+  const int64_t n = warp_id();
   if (n >= sequences) return;
-  const bool valid = offered[n] >= 0 && offered[n] <= tokens;
+  const int32_t count = offered[n];
+  const bool valid = count >= 0 && count <= tokens;
+  const int64_t* proposed = draft + n * tokens;
   const int64_t* target = target_ids + n * (tokens + 1);
-  const int32_t accepted = valid ? accepted_prefix(draft + n * tokens, target, offered[n]) : 0;
+  // core/accept.h's accepted_prefix(), 32 tokens at a time
+  int32_t accepted = 0;
+  int64_t following = kNoToken;
+  for (int32_t base = 0; valid && base <= count; base += kLanes) {
+    const int32_t i = base + lane_id();
+    const int64_t wanted = i <= count ? target[i] : kNoToken;
+    const bool ends = i >= count || proposed[i] < 0 || proposed[i] != wanted;
+    const int end = first_lane(ends);
+    if (end == kLanes) continue;
+    accepted = base + end;
+    following = from_lane(wanted, end);
+    break;
+  }
+  if (lane_id() != 0) return;
   length[n] = accepted;
-  next[n] = valid && target[accepted] >= 0 ? target[accepted] : kNoToken;
+  next[n] = valid && following >= 0 ? following : kNoToken;
 }
 
 }  // namespace dflash::gpu

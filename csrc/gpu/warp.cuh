@@ -125,14 +125,24 @@ __device__ float warp_sum_leaf(const P& p, int64_t n) {
   return fold_lanes(acc);
 }
 
-// Whether any lane says so.
+// Which lanes say so, lane 0 in the lowest bit.
+__device__ inline uint32_t lanes_that(bool mine) {
+#ifdef __HIPCC__
+  // of a wavefront of 64, the half that this lane belongs to
+  return uint32_t(__ballot(mine) >> (threadIdx.x % warpSize / kLanes * kLanes));
+#else
+  return __ballot_sync(kAllLanes, mine);
+#endif
+}
+
 __device__ inline bool any_lane(bool mine) {
-  return max_lanes(mine ? 1 : 0) != 0;
+  return lanes_that(mine) != 0;
 }
 
 // The first lane that says so; 32 if none does.
 __device__ inline int first_lane(bool mine) {
-  return -max_lanes(mine ? -lane_id() : -kLanes);
+  const uint32_t lanes = lanes_that(mine);
+  return lanes ? __ffs(int(lanes)) - 1 : kLanes;
 }
 
 // sum_leaf() of core/sampling.h over one value per lane: lane l is accumulator l, those behind are

@@ -38,6 +38,7 @@ def grouped_conv(device: torch.device) -> Iterator[Args]:
         ((3, 0, 5), 48, 2, 3),
         ((8, 2), 40, 3, 40),
         ((2, 1), 300, 4, 1),
+        ((3, 5), 512, 2, 32),
     ]:
         rows = sum(lengths)
         x = torch.randn(rows, columns, generator=g)
@@ -76,6 +77,8 @@ def selector_walk(device: torch.device) -> Iterator[Args]:
         (1, 1, 1, 1, (F32, F16)),
         (3, 4, 5, 96, (Q8_0, BF16)),
         (2, 7, 17, 256, (Q8_0, Q8_0)),
+        (3, 7, 16, 256, (Q8_0, Q8_0)),
+        (1, 2, 3, 544, (F32, Q8_0)),
     ]:
         tables = []
         for ggml_type in types:
@@ -169,7 +172,6 @@ def _markov_chain_of_rows(
 @operator("markov_chain", oracle=_markov_chain)
 def markov_chain(device: torch.device) -> Iterator[Args]:
     g = torch.Generator().manual_seed(7)
-    vocab = 50
     for sequences, slots, rank, types, sampled, reduced, inputs, head, options in [
         (0, 3, 8, (F32, F32), True, False, None, 0, ()),
         (1, 1, 1, (F16, F32), False, False, "both", 0, ()),
@@ -181,7 +183,9 @@ def markov_chain(device: torch.device) -> Iterator[Args]:
         (2, 7, 12, (F32, F16), False, False, "both", 2, (-1, 0)),
         (2, 6, 32, (Q8_0, F32), True, False, None, 1, (-1, 5)),
         (3, 6, 32, (F32, Q8_0), True, True, "both", 2, (-1, 0)),
+        (2, 3, 8, (F32, F32), False, False, "both", 0, (4, 0)),
     ]:
+        vocab = 9000 if rank == 8 and slots == 3 and sequences else 50
         hidden_size = 32 if head else 24
         draft_vocab = 33 if reduced else vocab
         packed = []

@@ -31,6 +31,8 @@ def head_topk(device: torch.device) -> Iterator[tuple[Any, ...]]:
         (1, 1, 1, 1.0, 0.0),
         (3, 1000, 1, 1.0, 0.0),
         (2, 40000, 16, 0.196, 20.0),
+        (2, 9000, 32, 1.0, 0.0),
+        (1, 4097, 1, 1.0, 0.0),
         (2, 300, 300, 2.0, 0.0),
     ]:
         yield torch.randn(rows, vocabulary, generator=g).to(device), k, multiplier, softcap

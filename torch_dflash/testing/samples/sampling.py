@@ -44,7 +44,7 @@ def uniform(device: torch.device) -> Iterator[Args]:
 @operator("sampling_probs", oracle=_sampling_probs)
 def sampling_probs(device: torch.device) -> Iterator[Args]:
     g = torch.Generator().manual_seed(1)
-    for rows, vocab in [(0, 5), (1, 1), (6, 40), (6, 1024), (6, 2050)]:
+    for rows, vocab in [(0, 5), (1, 1), (6, 40), (6, 1024), (6, 2050), (6, 9000)]:
         logits = torch.randn(rows, vocab, generator=g) * 4
         if vocab > 8:
             logits[:, 3] = -torch.inf
@@ -72,7 +72,12 @@ def categorical(device: torch.device) -> Iterator[Args]:
 @operator("accept", oracle=on_cpu(reference.accept))
 def accept(device: torch.device) -> Iterator[Args]:
     g = torch.Generator().manual_seed(3)
-    for sequences, tokens, vocab, candidates in [(0, 2, 4, 2), (1, 0, 5, 1), (8, 4, 12, 3)]:
+    for sequences, tokens, vocab, candidates in [
+        (0, 2, 4, 2),
+        (1, 0, 5, 1),
+        (8, 4, 12, 3),
+        (2, 3, 9000, 5),
+    ]:
         probs = _rows(sequences, tokens + 1, vocab, generator=g)
         dense = _rows(sequences, tokens, vocab, generator=g)
         ids = torch.rand(sequences, tokens, vocab, generator=g).argsort(-1)[..., :candidates]
@@ -91,7 +96,7 @@ def accept(device: torch.device) -> Iterator[Args]:
 @operator("accept_greedy", oracle=on_cpu(reference.accept_greedy))
 def accept_greedy(device: torch.device) -> Iterator[Args]:
     g = torch.Generator().manual_seed(4)
-    for sequences, tokens in [(0, 3), (1, 0), (9, 5)]:
+    for sequences, tokens in [(0, 3), (1, 0), (9, 5), (2, 70)]:
         draft = torch.randint(0, 2, (sequences, tokens), generator=g)
         target = torch.randint(0, 2, (sequences, tokens + 1), generator=g)
         offered = torch.randint(0, tokens + 1, (sequences,), generator=g, dtype=torch.int32)
