@@ -184,4 +184,5 @@ def test_cuda_graphs_give_the_tokens_of_eager_passes(folder, kind, state, sampli
             target.to("cpu")  # frees the graphs; the next sequence records its own
             target.to("cuda")
             said.append([session.generate([5, 17, n], 300, sampling).tokens for n in (2, 9)])
-    assert said[0] == said[1] == said[2]
+    assert said[0] == said[1]
+    assert said[1] == said[2]

@@ -7,6 +7,7 @@ from torch_dflash import ops, switch
 from torch_dflash.decoding.graphs import StepGraphs
 from torch_dflash.decoding.kv_cache import KVCache
 from torch_dflash.decoding.loop import Session
+from torch_dflash.decoding.sampling import SamplingParams
 from torch_dflash.load import load_drafter, load_target
 from torch_dflash.testing.tiny import tiny_drafter, tiny_hybrid
 
@@ -81,6 +82,26 @@ def test_other_layers_are_captured_after_a_recording(folder):
     assert torch.equal(out[1, 1][:, hidden:], out[1, 1][:, :hidden])
     assert not torch.equal(out[3, 1][:, :hidden], out[1, 1][:, :hidden])
     assert not torch.equal(out[0,], out[1, 1][:, :hidden])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_target_that_moved_is_read_where_it_is(folder, kind):
+    """Its embedding and head are the drafter's too, and no call of the drafter's tells it."""
+    target = load_target(folder / "target.gguf")
+    drafter = load_drafter(folder / kind, target)
+    drafter.commit(torch.randn(3, drafter.config.target_hidden_columns))
+    anchor = torch.tensor([5])
+
+    def proposed():
+        return drafter.propose(anchor, 4, SamplingParams()).tokens
+
+    before = proposed()
+    embed = target.vocabulary.embed
+    embed.packed = embed.packed.flip(0)
+    after = proposed()
+    drafter.graphs.enabled = False
+    assert torch.equal(after, proposed())
+    assert not torch.equal(after, before)
 
 
 def test_a_replaced_operator_runs_although_a_pass_was_recorded(folder):

@@ -1,6 +1,7 @@
 """Forward passes recorded once per shape, then run without Python between their operators."""
 
-from collections.abc import Callable, Hashable
+import weakref
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -68,6 +69,7 @@ class StepGraphs:
         self._bytes = 0
         self._pool: Pool | None = None  # of the passes on a GPU
         self._positions: Tensor | None = None  # of the cache that the passes use
+        self._others: list[weakref.ref[Tensor]] = []  # that they read
 
     def __reduce__(self) -> tuple[type["StepGraphs"], tuple[bool]]:
         """A copy, also one in another process, has other tensors: it records its own passes."""
@@ -87,6 +89,7 @@ class StepGraphs:
         start: int,
         run: Callable[[Tensor, Rows], R],
         tail: Tensor | None = None,
+        others: Sequence[Tensor] = (),
     ) -> R:
         """``run(data, rows)`` for rows that stand at ``start ..``.
 
@@ -97,6 +100,8 @@ class StepGraphs:
             start: position of the first row.
             run: of our operators alone; reads ``data``, ``rows`` and what keeps its address.
             tail: rows behind ``data`` that are the same every time.
+            others: tensors that the passes read and another module may put elsewhere; where one of
+                them is another than before, all passes are recorded again.
         """
         count = data.shape[0] + (0 if tail is None else tail.shape[0])
         key = (name, count)
@@ -107,7 +112,7 @@ class StepGraphs:
         cache.reserve(start + count)
         recordable = self._recordable(data)
         if recordable:
-            self._prepare(cache)
+            self._prepare(cache, others)
             if key not in self._graphs:
                 with torch.inference_mode(False), torch.no_grad():  # to be written from either mode
                     own = Rows(cache, start, count, own=True)
@@ -140,12 +145,17 @@ class StepGraphs:
             self._pool = Pool(device)
         return CudaRecorder(self._pool)
 
-    def _prepare(self, cache: KVCache) -> None:
-        """Forget what an interrupt left, and passes over other tensors than the cache's."""
+    def _prepare(self, cache: KVCache, others: Sequence[Tensor]) -> None:
+        """Forget what an interrupt left, and passes over other tensors than these."""
         RECORDING.abandon()
-        if cache.positions is not self._positions:  # another cache, or one that has grown
+        known = self._others
+        moved = len(known) != len(others) or any(
+            ref() is not t for ref, t in zip(known, others, strict=False)
+        )
+        if moved or cache.positions is not self._positions:  # another cache, or one that has grown
             self.clear()
             self._positions = cache.positions
+            self._others = [weakref.ref(t) for t in others]  # theirs to free
 
     def _keep(self, key: tuple[Hashable, int], graph: _Pass[R]) -> _Pass[R]:
         """Replay it from now on, if there is room for what it keeps."""

@@ -221,7 +221,10 @@ class DFlash(Drafter):
         if rows == 0:
             return
         if rows <= self.config.block_size:  # what a verification commits; a prompt comes once
-            self.graphs.run("commit", target_hidden, self.cache, self._length, self._append)
+            self.graphs.run(
+                "commit", target_hidden, self.cache, self._length, self._append,
+                others=self._shared(),
+            )  # fmt: skip
         else:
             self._append(target_hidden, Rows(self.cache, self._length, rows))
         self._length += rows
@@ -268,7 +271,14 @@ class DFlash(Drafter):
         tail = self.mask.expand(rows - 1)
         if not recorded:
             return run(torch.cat([anchor, tail]), Rows(self.cache, self._length, rows))
-        return self.graphs.run(name, anchor, self.cache, self._length, run, tail)
+        shared = self._shared()
+        return self.graphs.run(name, anchor, self.cache, self._length, run, tail, shared)
+
+    def _shared(self) -> list[Tensor]:
+        """What a block reads of the target, which may move or be freed by itself."""
+        vocabulary = self.target_vocabulary[0]
+        embedding = [] if self.own_embedding is not None else [vocabulary.embed.packed]
+        return embedding if self.own_head is not None else [*embedding, vocabulary.head.weight]
 
     def _backbone(self, tokens: Tensor, block: Rows) -> Tensor:
         residual = self.embed(tokens)
