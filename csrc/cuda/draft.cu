@@ -92,7 +92,9 @@ std::tuple<Tensor, Tensor> selector_walk(const Tensor& ids, const Tensor& scores
   }
   const float* anchors = rows.const_data_ptr<float>();
   const size_t shared = size_t(2 * K * R) * sizeof(float);
-  const bool wide = K > gpu::kWalkWarps || R > gpu::kWalkParts * kAccumulators || shared > 40960;
+  const bool aligned =
+      R % 4 == 0 && reinterpret_cast<uintptr_t>(hidden.const_data_ptr()) % sizeof(float4) == 0;
+  const bool wide = K > gpu::kWalkWarps || R > 2 * kAccumulators || shared > 40960 || !aligned;
   Tensor score = floats(wide ? S * K : 0);
   Tensor sums = floats(wide ? S * ceil_div<int64_t>(K, kLeaf) : 0);
   const gpu::WalkArguments arguments = {
@@ -112,10 +114,15 @@ std::tuple<Tensor, Tensor> selector_walk(const Tensor& ids, const Tensor& scores
       plan.tokens.mutable_data_ptr<int64_t>(),
       plan.q.mutable_data_ptr<float>(),
   };
+  const auto walk = [&](auto* kernel, size_t bytes) {
+    launch_pdl(kernel, unsigned(S), gpu::kRowThreads, bytes, launch.stream, arguments);
+  };
   if (wide)
-    launch_pdl(gpu::selector_walk_wide, unsigned(S), gpu::kRowThreads, 0, launch.stream, arguments);
+    walk(gpu::selector_walk_wide, 0);
+  else if (R <= kAccumulators)
+    walk(gpu::selector_walk<1>, shared);
   else
-    launch_pdl(gpu::selector_walk, unsigned(S), gpu::kRowThreads, shared, launch.stream, arguments);
+    walk(gpu::selector_walk<2>, shared);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
   return {plan.tokens, plan.q};
 }
