@@ -69,6 +69,17 @@ def test_on_the_v2_runner_vllm_s_own_names_and_methods(drafter, kind, tokens, gg
         assert torch.equal(after.tensors[name].to_dense(), tensor.to_dense()), name
 
 
+@pytest.mark.parametrize("head", ["gated", "rnn"])
+@pytest.mark.parametrize("target", [GPU, CPU], ids=["gpu", "cpu"])
+def test_markov_heads_that_vllm_does_not_have(drafter, head, target):
+    spec = plan({"method": "dflash", "model": str(drafter("dspark", markov_head=head))}, target)
+    assert config_of(spec)["markov_head_type"] == head
+    joint = {"gated": "gate_proj", "rnn": "joint_proj"}[head]
+    assert f"markov_head.{joint}.weight" in load_file(
+        os.path.join(spec["model"], "model.safetensors")
+    )
+
+
 @pytest.mark.parametrize(
     "kind, name",
     [
@@ -268,11 +279,17 @@ REFUSED = {
         CPU,
         "same attention in every layer",
     ),
-    "gated head": (
-        lambda d, p: str(gated(d("dspark"))),
+    "gated head, vLLM 0.32 on a GPU": (
+        lambda d, p: str(d("dspark", markov_head="gated")),
+        {},
+        dataclasses.replace(GPU, chain_hook=False),
+        "must be vanilla on a GPU in this vLLM, got 'gated'; take vLLM 0.33",
+    ),
+    "rnn head of few candidates": (
+        lambda d, p: str(d("dspark", markov_head="rnn", dspark_draft_topk=4)),
         {},
         GPU,
-        "vanilla",
+        "must be vanilla beside dspark_draft_topk on a GPU, got 'rnn'",
     ),
     "embedding scale": (
         lambda d, p: str(d("dspark", input_embedding_scale=2.0)),
@@ -281,14 +298,6 @@ REFUSED = {
         "input_embedding_scale must be 1 for DSpark",
     ),
 }
-
-
-def gated(folder):
-    tensors = load_file(folder / "model.safetensors")
-    tensors["markov_head.gate_proj.weight"] = torch.zeros(16, 272).bfloat16()
-    tensors["markov_head.gate_proj.bias"] = torch.zeros(16).bfloat16()
-    save_file(tensors, folder / "model.safetensors")
-    return folder
 
 
 @pytest.mark.parametrize("name", REFUSED)

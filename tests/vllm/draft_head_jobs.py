@@ -1,5 +1,6 @@
 """What a child process does with the heads of a drafter: ours beside vLLM's, on the same rows."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,12 +54,10 @@ def dflash2(engine: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def dspark(engine: dict[str, Any]) -> dict[str, Any]:
-    """Drafts of vLLM's own loop, ours through its hook, and what is left to the loop."""
+def _speculator(model: Any, anchors: Tensor) -> SimpleNamespace:
+    """What vLLM's speculator of the V2 runner shows a DSpark model."""
     from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
 
-    model = _drafter(engine)
-    rows, anchors = _rows(model)
     count = BLOCKS * DRAFTS
     speculator = SimpleNamespace(
         model=model,
@@ -78,6 +77,16 @@ def dspark(engine: dict[str, Any]) -> dict[str, Any]:
         draft_tokens=torch.zeros(BLOCKS + 2, DRAFTS, dtype=torch.int64),
     )
     speculator._sample_logits = lambda *a: DSparkSpeculator._sample_logits(speculator, *a)
+    return speculator
+
+
+def dspark(engine: dict[str, Any]) -> dict[str, Any]:
+    """Drafts of vLLM's own loop, ours through its hook, and what is left to the loop."""
+    from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
+
+    model = _drafter(engine)
+    rows, anchors = _rows(model)
+    speculator = _speculator(model, anchors)
     with torch.inference_mode():
         DSparkSpeculator._sample_sequential(speculator, BLOCKS, rows)
         wanted = speculator.draft_tokens.clone()
@@ -99,4 +108,52 @@ def dspark(engine: dict[str, Any]) -> dict[str, Any]:
         "tokens": torch.equal(got, wanted),
         "distinct": len(wanted[:BLOCKS].unique()),
         "left": left,
+    }
+
+
+def joint(engine: dict[str, Any]) -> dict[str, Any]:
+    """Drafts of a head that looks at the hidden rows, through both hooks, beside the formula's."""
+    from safetensors.torch import load_file
+
+    from torch_dflash.reference.draft import markov_chain
+
+    stored = load_file(Path(engine["speculative_config"]["model"], "model.safetensors"))
+    head = {
+        n.removeprefix("markov_head."): t.float() for n, t in stored.items() if "markov_head" in n
+    }
+    [name] = {n.split(".")[0] for n in head} - {"markov_w1", "markov_w2"}
+    model = _drafter(engine)
+    rows, anchors = _rows(model)
+    speculator = _speculator(model, anchors)
+    speculator.draft_token_confidence_probs = torch.zeros(BLOCKS + 2, DRAFTS)
+    out = {}
+    with torch.inference_mode():
+        hidden = rows.flip(0)  # in the order of sample_indices
+        arguments = (
+            model.compute_draft_logits(hidden).view(BLOCKS, DRAFTS, -1),
+            hidden.view(BLOCKS, DRAFTS, -1),
+            anchors,
+            head["markov_w1.weight"],
+            head["markov_w2.weight"],
+            stored["confidence_head.proj.weight"],
+            stored["confidence_head.proj.bias"],
+            *(1.0, None, None, None),
+        )
+        joint = head[f"{name}.weight"], head[f"{name}.bias"]
+        kind = ["gate_proj", "joint_proj"].index(name) + 1
+        tokens, _, scores = markov_chain(
+            *arguments, head_type=kind, joint=joint[0], joint_bias=joint[1]
+        )
+        for name, ours, scored in (("op", True, False), ("loop", False, False), ("scored", 1, 1)):
+            model.ours, speculator.use_confidence_head = bool(ours), bool(scored)
+            speculator.draft_tokens.zero_()
+            done = model.sample_sequential(speculator, BLOCKS, rows)
+            out[name] = done and torch.equal(speculator.draft_tokens[:BLOCKS], tokens)
+        scored = speculator.draft_token_confidence_probs[:BLOCKS]
+        model.block.anchors = anchors  # as the V1 runner asks
+        out["walk"] = torch.equal(model.get_top_tokens(hidden).view(BLOCKS, DRAFTS), tokens)
+        plain, _, _ = markov_chain(*arguments)
+    return out | {
+        "scores": (scored - scores).abs().max().item(),
+        "matters": int((plain != tokens).sum()),
     }

@@ -5,7 +5,7 @@ Behind the names that vLLM knows they run on its V2 runner, with vLLM's heads un
 which asks ``get_top_tokens`` for a whole block at once.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,7 @@ from vllm.platforms import current_platform
 from torch_dflash import ops
 from torch_dflash.gguf.types import ggml_type_of
 
+from . import markov_heads
 from .features import outcomes
 
 __all__ = ["DFlash", "DFlash2", "DSpark"]
@@ -255,11 +256,27 @@ class DSpark(_Blocks, Qwen3DSparkForCausalLM):
         drafts = vllm_config.speculative_config.num_speculative_tokens
         self.block = Block(drafts if self.sample_from_anchor else 1 + drafts)
         self._chain: tuple[Any, ...] | None = None
+        self.head_type, self.joint = 0, None
+        kind = getattr(self.config, "markov_head_type", None)
+        if kind in markov_heads.HEADS:
+            self.head_type = markov_heads.HEADS[kind][0]
+            rank, hidden = self.config.markov_rank, self.config.hidden_size
+            self.joint = markov_heads.JointHead(kind, rank, hidden)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Any:
         """Load, and forget what was derived from older weights."""
         self._chain = None
-        return super().load_weights(weights)
+        return super().load_weights(weights if self.joint is None else self._load_joint(weights))
+
+    def _load_joint(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Keep J, whose name vLLM would take for an FFN's; pass on the rest."""
+        assert self.joint is not None
+        prefix = f"markov_head.{self.joint.name}."
+        for name, value in weights:
+            if name.startswith(prefix):
+                getattr(self.joint, name.removeprefix(prefix)).copy_(value)
+            else:
+                yield name, value
 
     def _tables(self) -> tuple[Any, ...]:
         if self._chain is None:
@@ -270,7 +287,12 @@ class DSpark(_Blocks, Qwen3DSparkForCausalLM):
             offsets = self.draft_id_to_target_id
             ids = torch.arange(len(w2), device=w2.device)
             d2t = None if offsets is None else offsets + ids
-            self._chain = (*_table(head.markov_w1.weight), repacked, ggml_type, d2t)
+            joint: tuple[Any, ...] = (None, 0, None)
+            if self.joint is not None:
+                packed, joint_type = _table(self.joint.weight)
+                packed = ops.repack(packed, joint_type, self.joint.in_features)
+                joint = (packed, joint_type, self.joint.bias.detach().float())
+            self._chain = (*_table(head.markov_w1.weight), repacked, ggml_type, d2t, *joint)
         return self._chain
 
     def get_top_tokens(self, hidden_states: Tensor) -> Tensor:
@@ -287,7 +309,7 @@ class DSpark(_Blocks, Qwen3DSparkForCausalLM):
 
         Returns:
             False, nothing done, where drafts are sampled or scored: its random numbers and its
-            acceptance estimate belong to that loop.
+            acceptance estimate belong to that loop, which knows vanilla heads only.
         """
         asks = (
             speculator.draft_logits is not None
@@ -295,7 +317,10 @@ class DSpark(_Blocks, Qwen3DSparkForCausalLM):
             or getattr(speculator, "use_acceptance_estimator", False)
         )
         if not self.ours or asks:
-            return False
+            if self.joint is None:
+                return False
+            markov_heads.draft(self, self.joint, speculator, num_reqs, head_hidden)
+            return True
         drafts = speculator.num_speculative_steps
         hidden = head_hidden[speculator.sample_indices[: num_reqs * drafts]]
         anchors = speculator.input_buffers.input_ids[speculator._anchor_idx[:num_reqs]]
@@ -310,7 +335,7 @@ class DSpark(_Blocks, Qwen3DSparkForCausalLM):
             base = tensor_model_parallel_all_gather(base, dim=-1)
         base = base[:, : self.config.draft_vocab_size].contiguous()
         hidden = hidden_states.float()
-        w1, w1_type, w2, w2_type, d2t = self._tables()
+        w1, w1_type, w2, w2_type, d2t, joint, joint_type, joint_bias = self._tables()
         tokens, _, _ = ops.markov_chain(
             base.view(blocks, -1, base.shape[-1]),
             hidden.view(blocks, -1, hidden.shape[-1]).contiguous(),
@@ -326,5 +351,9 @@ class DSpark(_Blocks, Qwen3DSparkForCausalLM):
             None,
             None,
             draft_topk=int(getattr(self.config, "dspark_draft_topk", None) or 0),
+            head_type=self.head_type,
+            joint=joint,
+            joint_type=joint_type,
+            joint_bias=joint_bias,
         )
         return tokens

@@ -48,6 +48,7 @@ class Target:
         dtype: of the engine's activations.
         tensor_parallel_size: ranks.
         v1_runner: vLLM's V1 model runner: CPU, or a GPU without Triton.
+        chain_hook: the V2 runner asks a DSpark model for its drafts (vLLM 0.33).
         load_format: of the target's weights.
     """
 
@@ -58,6 +59,7 @@ class Target:
     dtype: torch.dtype
     tensor_parallel_size: int = 1
     v1_runner: bool = False
+    chain_hook: bool = True
     load_format: str = "auto"
 
 
@@ -263,8 +265,12 @@ def _check(drafter: Drafter, spec: Mapping[str, Any], target: Target) -> int:
 
 def _check_heads(drafter: Drafter, spec: Mapping[str, Any], target: Target) -> None:
     config, where = drafter.config, str(drafter.path)
-    if config.markov_head_type not in (None, "vanilla"):
-        _fail(f"{where}: the Markov head must be vanilla in vLLM, got {config.markov_head_type!r}")
+    if config.markov_head_type not in (None, "vanilla") and not target.v1_runner:
+        head = f"{where}: the Markov head must be vanilla"
+        if not target.chain_hook:
+            _fail(f"{head} on a GPU in this vLLM, got {config.markov_head_type!r}; take vLLM 0.33")
+        if "dspark_draft_topk" in drafter.extra:
+            _fail(f"{head} beside dspark_draft_topk on a GPU, got {config.markov_head_type!r}")
     if config.kind == "dspark" and drafter.mask_embedding:
         _fail(f"{where}: vLLM reads no mask_embedding.pt for DSpark, got one")
     if config.kind == "dspark" and config.input_embedding_scale != 1:

@@ -50,6 +50,13 @@ def uses_v1_runner() -> bool:
     return not HAS_TRITON if asked is None else not asked
 
 
+def _has_chain_hook() -> bool:
+    """Whether DSpark's loop of the V2 runner asks the model first."""
+    from vllm.version import __version_tuple__
+
+    return tuple(__version_tuple__[:2]) >= (0, 33)
+
+
 def _bind_proposer() -> None:
     import vllm.v1.worker.gpu_model_runner as runner
 
@@ -110,5 +117,6 @@ def _target(args: Any, model: Any, parallel: Any) -> Target:
         dtype=model.dtype,
         tensor_parallel_size=parallel.tensor_parallel_size,
         v1_runner=uses_v1_runner(),
+        chain_hook=_has_chain_hook(),
         load_format=str(args.load_format),
     )
