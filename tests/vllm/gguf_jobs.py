@@ -131,9 +131,15 @@ def beside_other_plugin(
     }
 
 
-def gemm_rows(engine: dict[str, Any], prompts: list[list[int]], tokens: int) -> dict[str, Any]:
+def gemm_rows(
+    engine: dict[str, Any],
+    prompts: list[list[int]],
+    tokens: int,
+    later: list[int] | None = None,
+) -> dict[str, Any]:
     """Which row counts went through a library's product, and which through the operators'."""
     from torch_dflash_vllm.gguf import product
+    from vllm import SamplingParams
 
     llm = build(engine)
     seen: dict[str, set[int]] = {}
@@ -150,6 +156,15 @@ def gemm_rows(engine: dict[str, Any], prompts: list[list[int]], tokens: int) -> 
     watch("_gemm")
     watch("multiply")
     got = sample(llm, prompts, max_tokens=tokens, ignore_eos=True, logprobs=2)
+    if later is not None:  # another prompt is prefilled while these are decoded
+        for i, prompt in enumerate([*prompts, later]):
+            params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+            llm.llm_engine.add_request(f"later{i}", {"prompt_token_ids": prompt}, params)
+            if i == len(prompts) - 1:
+                for _ in range(3):
+                    llm.llm_engine.step()
+        while llm.llm_engine.has_unfinished_requests():
+            llm.llm_engine.step()
     return {
         "engine": got,
         "native": native(engine["model"], prompts, tokens),

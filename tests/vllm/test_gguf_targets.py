@@ -99,6 +99,21 @@ def test_a_librarys_product_in_prefills_and_nowhere_else():
     assert all(margin is None or margin < 1e-3 for _, margin in split(run))
 
 
+def test_a_librarys_product_in_long_steps_of_prefills_alone(tmp_path):
+    """Hybrids count prefills, dense models know rows; what decodes besides keeps a step exact."""
+    dense = tiny_dense(tmp_path / "qwen3.gguf", "qwen3")
+    long = [[3 + (7 * i) % 250 for i in range(n)] for n in (150, 140)]
+    later = [5 + (3 * i) % 250 for i in range(300)]
+    for model in (EMBEDDED, dense):
+        run = engines.run(
+            "gguf_jobs:gemm_rows", env={"TORCH_DFLASH_GGUF_PREFILL": "auto"},
+            engine={"model": str(model), "max_num_batched_tokens": 512},
+            prompts=long, tokens=8, later=later,
+        ).value  # fmt: skip
+        assert run["gemm"] == [290]
+        assert run["operators"] == [1, 2, 3, 302]
+
+
 def test_words_are_the_files_own():
     texts = ["def f(x):\n    return x + 1  # héllo 你好", "import os\n"]
     ran = engines.run("gguf_jobs:words", engine={"model": str(EMBEDDED), "dtype": "auto"},

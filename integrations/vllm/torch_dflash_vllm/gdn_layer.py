@@ -59,6 +59,54 @@ class _Rows:
         return _Rows(self.mixed[index], self.a[index], self.b[index], z)
 
 
+class _Sequences:
+    """The sequences of a step as the operators read them.
+
+    Args:
+        cu_seqlens: int32 ``[sequences + 1]``.
+        indices: int32 ``[sequences, columns]``, 0 is no slot.
+        num_accepted: int32 ``[sequences]`` or None: 1.
+
+    Attributes:
+        slots: int32 ``[sequences]``, the first column.
+        cu_seqlens, indices, num_accepted: dense.
+    """
+
+    def __init__(self, cu_seqlens: Tensor, indices: Tensor, num_accepted: Tensor | None) -> None:
+        # slices of a wider table, unless they are a graph's own buffers
+        self.cu_seqlens, self.indices = _int32(cu_seqlens), _int32(indices)
+        self.slots = self.indices[:, 0].contiguous()
+        self.num_accepted = None if num_accepted is None else _int32(num_accepted)
+
+
+def _plain_sequences(md: Any) -> _Sequences:
+    return _Sequences(md.non_spec_query_start_loc, md.non_spec_state_indices_tensor[:, None], None)
+
+
+def _first_sequences(md: Any) -> _Sequences:
+    first = md.num_decodes
+    cu_seqlens, slots = md.non_spec_query_start_loc, md.non_spec_state_indices_tensor
+    return _Sequences(cu_seqlens[: first + 1], slots[:first, None], None)
+
+
+def _drafted_sequences(md: Any) -> _Sequences:
+    return _Sequences(md.spec_query_start_loc, md.spec_state_indices_tensor, md.num_accepted_tokens)
+
+
+def _shared(md: Any, make: Callable[[Any], _Sequences]) -> _Sequences:
+    """What ``make`` makes of a step's metadata, once for all layers that share them.
+
+    A graph reads copies that it makes itself: those made outside a capture, or in another one, are
+    not its own.
+    """
+    capturing = not current_platform.is_cpu() and torch.cuda.is_current_stream_capturing()
+    known: tuple[bool, _Sequences] | None = getattr(md, make.__name__, None)
+    if known is None or known[0] != capturing:
+        known = capturing, make(md)
+        setattr(md, make.__name__, known)
+    return known[1]
+
+
 # mixed .. tiled: what gdn_step and gdn_prefill have in common, up to the state
 _Common = tuple[
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None,
@@ -243,12 +291,11 @@ class DFlashGDN(QwenGatedDeltaNetAttention):
         """A step without drafts: single rows first, then (on CPU) prefills."""
         cu_seqlens, slots = md.non_spec_query_start_loc, md.non_spec_state_indices_tensor
         if md.num_prefills == 0:
-            out[: rows.mixed.shape[0]] = self._step(rows, cu_seqlens, slots[:, None], None)
+            out[: rows.mixed.shape[0]] = self._step(rows, _shared(md, _plain_sequences))
             return
         first, tokens = md.num_decodes, md.num_decode_tokens
         if first:
-            decoded = self._step(rows[:tokens], cu_seqlens[: first + 1], slots[:first, None], None)
-            out[:tokens] = decoded
+            out[:tokens] = self._step(rows[:tokens], _shared(md, _first_sequences))
         last, end = first + md.num_prefills, tokens + md.num_prefill_tokens
         out[tokens:end] = self._prefill(
             rows[tokens:end],
@@ -258,34 +305,21 @@ class DFlashGDN(QwenGatedDeltaNetAttention):
         )
 
     def _verify(self, md: Any, rows: _Rows) -> Tensor:
-        indices, accepted = md.spec_state_indices_tensor, md.num_accepted_tokens
-        return self._step(rows, md.spec_query_start_loc, indices, accepted)
+        return self._step(rows, _shared(md, _drafted_sequences))
 
-    def _step(
-        self, rows: _Rows, cu_seqlens: Tensor, state_indices: Tensor, num_accepted: Tensor | None
-    ) -> Tensor:
-        """Decode or verify.
-
-        Args:
-            rows: 1 to ``columns`` per sequence; none for padding.
-            cu_seqlens: int32 ``[sequences + 1]``.
-            state_indices: int32 ``[sequences, columns]``, 0 is no slot.
-            num_accepted: int32 ``[sequences]`` or None: 1.
+    def _step(self, rows: _Rows, sequences: _Sequences) -> Tensor:
+        """Decode or verify: 1 to ``columns`` rows per sequence, none for padding.
 
         Returns:
             float32 ``[rows, v_heads * v_dim]``.
         """
-        w = self._weights()
+        w, s = self._weights(), sequences
         conv, state = self.kv_cache[0], self.kv_cache[1]
-        # slices of a wider table, unless they are a graph's own buffers
-        indices, cu_seqlens = _int32(state_indices), _int32(cu_seqlens)
-        num_accepted = None if num_accepted is None else _int32(num_accepted)
         mixed = ops.ssm_conv_step(
-            rows.mixed, conv, w.conv, None, True, indices[:, 0].contiguous(), num_accepted,
-            cu_seqlens,
-        )  # fmt: skip
+            rows.mixed, conv, w.conv, None, True, s.slots, s.num_accepted, s.cu_seqlens
+        )
         common = self._common(mixed, rows, w)
-        return ops.gdn_step(*common, state, indices, num_accepted, cu_seqlens, 0)
+        return ops.gdn_step(*common, state, s.indices, s.num_accepted, s.cu_seqlens, 0)
 
     def _prefill(self, rows: _Rows, cu_seqlens: Tensor, slots: Tensor, has_state: Tensor) -> Tensor:
         """Any number of rows, the state after the last one kept.

@@ -30,7 +30,7 @@ class JointHead(nn.Linear):
         self.name, self.recurrent = HEADS[kind][1], kind == "rnn"
         self.requires_grad_(False)
 
-    def forward(self, embed: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+    def step(self, embed: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         """One slot of every block.
 
         Args:
@@ -42,11 +42,9 @@ class JointHead(nn.Linear):
             what ``w2`` multiplies, and the memory for the next slot; both ``[blocks, rank]``.
         """
         if not self.recurrent:
-            gate = super().forward(torch.cat([hidden, embed], dim=-1))
+            gate = self(torch.cat([hidden, embed], dim=-1))
             return gate.sigmoid() * embed, memory
-        gate, candidate, out = (
-            super().forward(torch.cat([memory, embed, hidden], dim=-1)).chunk(3, dim=-1)
-        )
+        gate, candidate, out = self(torch.cat([memory, embed, hidden], dim=-1)).chunk(3, dim=-1)
         keep = gate.sigmoid()
         return out.tanh(), keep * memory + (1 - keep) * candidate.tanh()
 
@@ -75,7 +73,7 @@ def draft(model: Any, joint: JointHead, speculator: Any, num_reqs: int, rows: Te
         embed = model.markov_embed(token)
         embeds.append(embed)
         memory = torch.zeros_like(embed) if memory is None else memory
-        row, memory = joint(embed, blocks[:, i], memory)
+        row, memory = joint.step(embed, blocks[:, i], memory)
         scored = logits[:, i] + model.markov_bias(row)
         token = speculator._sample_logits(scored, requests[:, i], positions[:, i], i)
         speculator.draft_tokens[:num_reqs, i] = token

@@ -18,7 +18,7 @@ from torch_dflash.gguf import QuantTensor
 from torch_dflash.nn import QuantEmbedding, QuantLinear
 
 from .hf_config import QUANTIZATION
-from .product import gemm_wanted, linear, multiply
+from .product import linear, multiply, prefill_mode
 
 __all__ = ["GGUFConfig", "GGUFLinearMethod", "GGUFVocabularyMethod", "set_linear", "set_table"]
 
@@ -67,8 +67,8 @@ class GGUFConfig(QuantizationConfig):
 class GGUFLinearMethod(LinearMethodBase):
     """``x W^T + b`` over quants of any types, of a decoder layer.
 
-    A row's result depends on that row alone, whatever else is in the batch; in steps with prefills
-    only while nothing else is asked for (see :mod:`.product`).
+    A row's result depends on that row alone, whatever else is in the batch, but where prefills go
+    through a library's product (see :mod:`.product`).
     """
 
     requires_device_loading = False
@@ -77,7 +77,7 @@ class GGUFLinearMethod(LinearMethodBase):
         speculation = get_current_vllm_config().speculative_config
         drafted = speculation.num_speculative_tokens if speculation else None
         self.decode_rows = 1 + (drafted or 0)
-        self.gemm = gemm_wanted()
+        self.prefill = prefill_mode()
 
     def create_weights(self, layer: Any, *sizes: Any, **attributes: Any) -> None:
         """Nothing yet: what a layer will hold depends on the file."""
@@ -97,7 +97,10 @@ class GGUFLinearMethod(LinearMethodBase):
         w = layer.quants
         flat = _tiled(layer, x).reshape(-1, w.columns)
         arguments = (flat, w.weight, w.types, w.rows, w.columns, w.act_mode, bias)
-        y = linear(*arguments, self.decode_rows) if self.gemm else multiply(*arguments)
+        if self.prefill == "exact":
+            y = multiply(*arguments)
+        else:
+            y = linear(*arguments, self.decode_rows, self.prefill == "gemm")
         return y.view(*x.shape[:-1], y.shape[-1])
 
 
@@ -109,7 +112,7 @@ class GGUFVocabularyMethod(GGUFLinearMethod):
     """
 
     def __init__(self) -> None:
-        self.decode_rows, self.gemm = 1, False  # the rows of a prefill that are sampled are few
+        self.prefill = "exact"  # the rows of a prefill that are sampled are few
 
     def create_weights(self, layer: Any, *sizes: Any, **attributes: Any) -> None:
         """No values yet, see the class."""

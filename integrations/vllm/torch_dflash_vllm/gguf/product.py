@@ -1,38 +1,49 @@
-"""Rows times quants: the operators' product, and in prefills, where asked for, a library's.
+"""Rows times quants: the operators' product, and in prefills a library's.
 
 The operators multiply quants as they are, in tiles of 32 rows: right for decode and verify rows,
-slow for thousands. ``TORCH_DFLASH_GGUF_PREFILL=gemm`` dequantizes weights in every step that holds
-a prefill and multiplies them as a library does. The step decides, never the number of rows: a step
-without prefills is exact either way, and so is everything inside a captured graph.
+slow for thousands. A library's product of dequantized weights is right for those. The step decides
+which it is, by what ``TORCH_DFLASH_GGUF_PREFILL`` says:
+
+* ``auto``, the default on a GPU: a library's in steps of many rows that do nothing but prefill;
+* ``gemm``: a library's in every step that holds a prefill;
+* ``exact``, the default on a CPU: the operators' everywhere.
+
+A step without prefills is exact in all of them, and so is everything inside a captured graph.
 """
 
 import os
-from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from vllm.forward_context import get_forward_context, is_forward_context_available
+from vllm.platforms import current_platform
 
 from torch_dflash import ops
 from torch_dflash.nn import ACT_FLOAT
 
-__all__ = ["gemm_wanted", "linear", "multiply"]
+__all__ = ["linear", "multiply", "prefill_mode"]
 
 MODE = "TORCH_DFLASH_GGUF_PREFILL"
+Mode = Literal["auto", "gemm", "exact"]
+_MODES: tuple[Mode, ...] = ("auto", "gemm", "exact")
 _ROWS = 8192  # of a weight that are dequantized at a time
+# Rows of a prefill from which on dequantizing a weight costs less than multiplying its quants
+# in tiles: an estimate, weights are read and written as floats of 4 and 2 bytes.
+_MANY = 256
 
 
-def gemm_wanted() -> bool:
-    """What the environment asks for.
+def prefill_mode() -> Mode:
+    """What the environment asks for, or the platform's default.
 
     Raises:
-        ValueError: something else than ``exact`` or ``gemm``.
+        ValueError: something else than ``auto``, ``gemm`` or ``exact``.
     """
-    value = os.environ.get(MODE, "exact")
-    if value not in ("exact", "gemm"):
-        raise ValueError(f"{MODE} must be exact or gemm, got {value!r}")
-    return value == "gemm"
+    value = os.environ.get(MODE, "exact" if current_platform.is_cpu() else "auto")
+    for mode in _MODES:
+        if value == mode:
+            return mode
+    raise ValueError(f"{MODE} must be auto, gemm or exact, got {value!r}")
 
 
 def multiply(
@@ -70,17 +81,18 @@ def linear(
     act_mode: int,
     bias: Tensor | None,
     decode_rows: int,
+    mixed: bool,
 ) -> Tensor:
-    """:func:`multiply`, or a library's product if this step holds a prefill.
+    """:func:`multiply`, or a library's product if this step prefills.
 
     Opaque to compilers: which of them is decided when it runs.
 
     Args:
         x, weight, types, rows, columns, act_mode, bias: of :func:`multiply`.
         decode_rows: most rows of a request that decodes or verifies.
+        mixed: a library's also in a step that decodes or verifies besides, and of few rows.
     """
-    captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
-    if not captured and _prefilling(decode_rows):
+    if _library(x, decode_rows, mixed):
         return _gemm(x, weight, types, rows, columns, bias)
     return multiply(x, weight, types, rows, columns, act_mode, bias)
 
@@ -95,26 +107,46 @@ def _(
     act_mode: int,
     bias: Tensor | None,
     decode_rows: int,
+    mixed: bool,
 ) -> Tensor:
     return x.new_empty(x.shape[0], sum(rows))
 
 
-def _prefilling(decode_rows: int) -> bool:
-    if not is_forward_context_available():
+def _library(x: Tensor, decode_rows: int, mixed: bool) -> bool:
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
         return False
-    metadata = get_forward_context().attn_metadata
-    if metadata is None:  # vLLM measures memory: what a prefill will take must be seen
+    if not is_forward_context_available() or (not mixed and x.shape[0] < _MANY):
+        return False
+    context = get_forward_context()
+    if context.attn_metadata is None:  # vLLM measures memory: what a prefill will take must be seen
         return True
+    name = "dflash_prefills" if mixed else "dflash_prefills_only"
+    known: bool | None = getattr(context, name, None)
+    if known is None:  # once a step, not once a layer
+        known = _prefills(context.attn_metadata, decode_rows, mixed)
+        setattr(context, name, known)
+    return known
+
+
+def _prefills(metadata: Any, decode_rows: int, mixed: bool) -> bool:
+    """Whether a step holds a prefill, or nothing but prefills.
+
+    Recurrent layers count both; attention layers know where the rows of every request begin.
+    """
     parts = metadata if isinstance(metadata, list) else [metadata]
-    return any(_holds_prefill(part.values(), decode_rows) for part in parts)
-
-
-def _holds_prefill(layers: Iterable[Any], decode_rows: int) -> bool:
-    """Recurrent layers count prefills, attention layers know the longest request's rows."""
-    return any(
-        getattr(m, "num_prefills", 0) > 0 or getattr(m, "max_query_len", 1) > decode_rows
-        for m in layers
-    )
+    layers = [m for part in parts for m in part.values()]
+    counted = [m for m in layers if hasattr(m, "num_prefills")]
+    if mixed:
+        longest = max((getattr(m, "max_query_len", 1) for m in layers), default=1)
+        return any(m.num_prefills > 0 for m in counted) or longest > decode_rows
+    if counted:
+        return all(
+            m.num_prefills > 0 and m.num_decodes == 0 and getattr(m, "num_spec_decodes", 0) == 0
+            for m in counted
+        )
+    starts = [m.query_start_loc for m in layers if getattr(m, "query_start_loc", None) is not None]
+    lengths = starts[0].diff().tolist() if starts else []
+    return bool(lengths) and all(n == 0 or n > decode_rows for n in lengths)
 
 
 def _gemm(

@@ -1,0 +1,1 @@
+"""vLLM engines with layers of Qwen3.8-27B's shapes: this package's parts on and off."""
