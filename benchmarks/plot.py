@@ -13,11 +13,16 @@ _BROKEN = ("--", ":", "-.", (0, (5, 5)))
 
 def _matmul(axis: Any, records: list[Json], title: str) -> None:
     """Fraction of S over rows, a line per type; peers broken, in the colour of their type."""
-    styles = dict(zip(sorted({p for r in records for p in r["peers"]}), _BROKEN, strict=False))
-    for kind in dict.fromkeys(r["type"] for r in records):
+    from matplotlib import colormaps
+
+    measured = {name for r in records for name, p in r["peers"].items() if "us" in p}
+    styles = dict(zip(sorted(measured), _BROKEN, strict=False))
+    colours = colormaps["tab20"].colors
+    for i, kind in enumerate(dict.fromkeys(r["type"] for r in records)):
         rows = [r for r in records if r["type"] == kind]
         n = [r["n"] for r in rows]
-        (drawn,) = axis.plot(n, [r["stream_ratio"] for r in rows], marker="o", label=kind)
+        (drawn,) = axis.plot(n, [r["stream_ratio"] for r in rows], marker="o", label=kind,
+                              color=colours[i % len(colours)])  # fmt: skip
         for peer in dict.fromkeys(p for r in rows for p in r["peers"]):
             points = [
                 (r["n"], r["peers"][peer]["gbps"] / r["stream"]["gbps"])
@@ -28,7 +33,7 @@ def _matmul(axis: Any, records: list[Json], title: str) -> None:
                 axis.plot(
                     *zip(*points, strict=True),
                     linestyle=styles[peer],
-                    linewidth=0.8,
+                    linewidth=1.0,
                     color=drawn.get_color(),
                 )
     axis.set(title=title, xscale="log", xlabel="rows", ylabel="packed bytes/s over S")
@@ -100,7 +105,7 @@ def plot(result: Json, path: Path) -> None:
     facts = result["environment"]["device"], result["model"], result["date"], result["commit"]
     figure.suptitle(", ".join(facts))
     figure.tight_layout()
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=90)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 """What a run found: records, the file they are kept in, the table."""
 
+import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from .timing import Timing
 
-__all__ = ["KEYS", "PeerResult", "Record", "gbps", "table"]
+__all__ = ["KEYS", "PeerResult", "Record", "gbps", "table", "to_json"]
 
 KEYS = ("op", "case", "type", "n", "us", "gbps", "stream_ratio", "peers")
 
@@ -101,6 +102,22 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_rounded(v) for v in value]
     return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
+def to_json(result: dict[str, Any]) -> str:
+    """A result as text, with a line for every record and every kernel."""
+
+    def lines(items: list[Any]) -> str:
+        return "[\n  " + ",\n  ".join(map(json.dumps, items)) + "\n ]" if items else "[]"
+
+    long = {"records": lines(result["records"])}
+    kernels = result.get("kernels", {})
+    if kernels:
+        steps = (f"  {json.dumps(name)}: {lines(found)}" for name, found in kernels.items())
+        long["kernels"] = "{\n" + ",\n".join(steps) + "\n }"
+    head = {k: v for k, v in result.items() if k not in long}
+    tail = (f',\n "{name}": {text}' for name, text in long.items())
+    return json.dumps(head, indent=1).removesuffix("\n}") + "".join(tail) + "\n}\n"
 
 
 def line(record: Record) -> str:

@@ -26,7 +26,7 @@ from .cases import FAMILIES, MATMUL_TYPES, Context
 from .environment import ROOT, clocks, commit, environment
 from .peers import open_peers
 from .profile import profiles
-from .record import table
+from .record import table, to_json
 from .shapes import QWEN_27B, TINY
 from .suite import Outcome, run
 from .timing import CudaClock, HostClock
@@ -167,7 +167,7 @@ def main(argv: list[str] | None = None) -> int:
         seconds = time.monotonic() - began
         written.update(report(outcome, context, checks, found, before, seconds))
         if args.out is not None:
-            args.out.write_text(json.dumps(written, indent=1) + "\n")
+            args.out.write_text(to_json(written))
 
     with torch.inference_mode():
         left = args.seconds - (time.monotonic() - began)

@@ -1,12 +1,14 @@
 """What a run keeps: figures, absences, failures, what no time was left for."""
 
+import json
+
 import pytest
 import torch
 from fake_clock import FakeClock
 
 from benchmarks import suite
 from benchmarks.cases import Context
-from benchmarks.record import KEYS, table
+from benchmarks.record import KEYS, table, to_json
 from benchmarks.shapes import TINY
 from benchmarks.work import Absent, Case, Work
 
@@ -65,6 +67,15 @@ def test_a_figure_has_every_key_and_its_ratio(families):
     assert "faster 10.0 (1.00x)" in said[0]
     assert "absent" not in said[0]
     assert len(table(outcome.records).splitlines()) == 2
+
+
+def test_the_file_has_a_line_for_every_record():
+    kernels = {"plain": [{"kernel": "qmm", "count": 2, "us": 3.5}], "verify": []}
+    result = {"date": "d", "records": [{"op": "a", "n": 1}, {"op": "b", "n": 2}], "x": {"y": [1]}}
+    for more in ({}, {"kernels": {}}, {"kernels": kernels}):
+        text = to_json(result | more)
+        assert json.loads(text) == result | more
+        assert '  {"op": "a", "n": 1},\n  {"op": "b", "n": 2}\n' in text
 
 
 def test_a_family_that_breaks_leaves_the_others_their_figures(families):
