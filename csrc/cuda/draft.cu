@@ -92,9 +92,7 @@ std::tuple<Tensor, Tensor> selector_walk(const Tensor& ids, const Tensor& scores
   }
   const float* anchors = rows.const_data_ptr<float>();
   const size_t shared = size_t(2 * K * R) * sizeof(float);
-  const bool aligned =
-      R % 4 == 0 && reinterpret_cast<uintptr_t>(hidden.const_data_ptr()) % sizeof(float4) == 0;
-  const bool wide = K > gpu::kWalkWarps || R > 2 * kAccumulators || shared > 40960 || !aligned;
+  const bool wide = K > gpu::kWalkWarps || R > gpu::kWalkParts * kAccumulators || shared > 40960;
   Tensor score = floats(wide ? S * K : 0);
   Tensor sums = floats(wide ? S * ceil_div<int64_t>(K, kLeaf) : 0);
   const gpu::WalkArguments arguments = {
@@ -114,15 +112,10 @@ std::tuple<Tensor, Tensor> selector_walk(const Tensor& ids, const Tensor& scores
       plan.tokens.mutable_data_ptr<int64_t>(),
       plan.q.mutable_data_ptr<float>(),
   };
-  const auto walk = [&](auto* kernel, size_t bytes) {
-    launch_pdl(kernel, unsigned(S), gpu::kRowThreads, bytes, launch.stream, arguments);
-  };
   if (wide)
-    walk(gpu::selector_walk_wide, 0);
-  else if (R <= kAccumulators)
-    walk(gpu::selector_walk<1>, shared);
+    launch_pdl(gpu::selector_walk_wide, unsigned(S), gpu::kRowThreads, 0, launch.stream, arguments);
   else
-    walk(gpu::selector_walk<2>, shared);
+    launch_pdl(gpu::selector_walk, unsigned(S), gpu::kRowThreads, shared, launch.stream, arguments);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
   return {plan.tokens, plan.q};
 }

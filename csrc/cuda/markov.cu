@@ -55,13 +55,8 @@ std::tuple<Tensor, Tensor, Tensor> markov_chain(
   Tensor packed = packs ? new_activations("dflash::markov_chain", base, S, plan.rank, kActPlanes)
                         : new_empty(base, {0}, ScalarType::Byte);
   Tensor previous = new_empty(anchor, {S}, ScalarType::Long);
-  const int64_t leaves = ceil_div<int64_t>(V, kLeaf);
-  const bool spread = temperature && draft_topk == 0 && leaves > 1 && leaves <= gpu::kSpreadLeaves;
-  Tensor sums = floats(greedy ? 0 : S, leaves), divided = floats(spread ? S : 0, leaves);
-  const bool staged = spread || (greedy && chunks > 1);
-  Tensor keys = new_empty(anchor, {staged ? S * chunks : 0}, ScalarType::Long);
-  auto* best = staged ? static_cast<gpu::RankKey*>(keys.mutable_data_ptr()) : nullptr;
-  const dim3 leaf_grid(blocks, unsigned(ceil_div<int64_t>(leaves, gpu::kSpreadThreads / kLanes)));
+  Tensor sums = floats(greedy ? 0 : S, ceil_div<int64_t>(V, kLeaf));
+  Tensor keys = new_empty(anchor, {greedy && chunks > 1 ? S * chunks : 0}, ScalarType::Long);
 
   gpu::MarkovSlot m{};
   m.base = base.const_data_ptr<float>();
@@ -125,29 +120,23 @@ std::tuple<Tensor, Tensor, Tensor> markov_chain(
     Tensor bias = packs ? qmm(packed, w2, {w2_type}, {V}, plan.rank, std::nullopt)
                         : linear(joint ? row : before, w2, w2_type, V, plan.rank, std::nullopt);
     m.logits = bias.mutable_data_ptr<float>();
-    if (best) {
-      launch_pdl(gpu::markov_best, dim3(blocks, unsigned(chunks)), gpu::kTopkThreads, 0,
-                 launch.stream, m, best);
-      STD_CUDA_KERNEL_LAUNCH_CHECK();
-    }
-    if (spread) {
-      launch_pdl(gpu::markov_exp, leaf_grid, gpu::kSpreadThreads, 0, launch.stream, m, best,
-                 chunks);
-      launch_pdl(gpu::markov_divide, leaf_grid, gpu::kSpreadThreads, 0, launch.stream, m, best,
-                 chunks, divided.mutable_data_ptr<float>());
-      launch_pdl(gpu::markov_drawn, blocks, gpu::kRowThreads, 0, launch.stream, m, best, chunks,
-                 divided.const_data_ptr<float>());
-      if (m.slot + 1 < N) embed(m.slot + 1, m.previous);
-    } else if (greedy) {
+    if (greedy) {
+      auto* best = chunks > 1 ? static_cast<gpu::RankKey*>(keys.mutable_data_ptr()) : nullptr;
+      if (best) {
+        launch_pdl(gpu::markov_best, dim3(blocks, unsigned(chunks)), gpu::kTopkThreads, 0,
+                   launch.stream, m, best);
+        STD_CUDA_KERNEL_LAUNCH_CHECK();
+      }
       dispatch_format(w1_type, [&]<class F>() {
         launch_pdl(gpu::markov_next<F>, blocks, gpu::kTopkThreads, 0, launch.stream, m, best,
                    chunks, table_of(m.slot + 1));
       });
+      STD_CUDA_KERNEL_LAUNCH_CHECK();
     } else {
       launch_pdl(gpu::markov_draw, blocks, gpu::kRowThreads, 0, launch.stream, m);
+      STD_CUDA_KERNEL_LAUNCH_CHECK();
       if (m.slot + 1 < N) embed(m.slot + 1, m.previous);
     }
-    STD_CUDA_KERNEL_LAUNCH_CHECK();
   }
   if (confidence_weight) {
     launch_pdl(gpu::markov_confidence, unsigned(S * N), launch.threads, 0, launch.stream,

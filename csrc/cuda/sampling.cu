@@ -39,10 +39,9 @@ Tensor sampling_probs(const Tensor& logits, const Tensor& temperature, const Ten
   SamplingProbsPlan plan = plan_sampling_probs(logits, temperature, top_k, top_p);
   if (plan.rows == 0) return plan.out;
   Tensor sums = leaf_scratch(logits, plan.rows, plan.vocab);
-  // What a row keeps is only known on the device: all of them have the room to be sorted out from
-  // few ids, or spread over many blocks.
+  // Which rows keep few ids is only known on the device; all have the room for it.
   const int64_t chunks = ceil_div<int64_t>(plan.vocab, gpu::kTopkChunk);
-  const bool few = chunks * gpu::kTopkMost <= gpu::kTopkChunk;  // so at most 512 leaves
+  const bool few = chunks * gpu::kTopkMost <= gpu::kTopkChunk;
   Tensor keys = torch::stable::new_empty(logits, {plan.rows, few ? chunks : 0, gpu::kTopkMost},
                                          ScalarType::Long);
   const gpu::ProbsView view = {
@@ -60,13 +59,6 @@ Tensor sampling_probs(const Tensor& logits, const Tensor& temperature, const Ten
   if (few)
     launch_pdl(gpu::sampling_keys, dim3(unsigned(plan.rows), unsigned(chunks)), gpu::kTopkThreads,
                0, launch.stream, view);
-  if (few && chunks > 1) {
-    const int64_t leaves = ceil_div<int64_t>(plan.vocab, kLeaf);
-    const dim3 grid(unsigned(plan.rows),
-                    unsigned(ceil_div<int64_t>(leaves, gpu::kSpreadThreads / kLanes)));
-    launch_pdl(gpu::sampling_exp, grid, gpu::kSpreadThreads, 0, launch.stream, view);
-    launch_pdl(gpu::sampling_divide, grid, gpu::kSpreadThreads, 0, launch.stream, view);
-  }
   launch_pdl(gpu::sampling_probs, unsigned(plan.rows), gpu::kRowThreads, 0, launch.stream, view);
   return plan.out;
 }

@@ -154,52 +154,49 @@ __device__ inline int lane_draw(float p, int count, float u) {
   return last;
 }
 
-constexpr int kWalkWarps = kRowThreads / kLanes;
+constexpr int kWalkParts = 4;  // 128 values each: the rank of a narrow walk is at most 512
+constexpr int kWalkValues = kWalkParts * kPerLane;
 
-// A lane's part of a row of up to 128 kParts values, in the order of core/reduce.h. Rows are
-// multiples of 4 values and stand at multiples of 16 bytes.
-template <int kParts>
+// A lane's part of a row, in the order of core/reduce.h.
 struct LaneRow {
-  float4 part[kParts];
+  float value[kWalkValues];
 
-  __device__ static int place(int i) { return i * kAccumulators + kPerLane * lane_id(); }
   __device__ void load(const float* row, int rank) {
 #pragma unroll
-    for (int i = 0; i < kParts; ++i)
-      if (place(i) < rank) part[i] = *reinterpret_cast<const float4*>(row + place(i));
+    for (int e = 0; e < kWalkValues; ++e) {
+      const int r = place(e);
+      value[e] = r < rank ? row[r] : 0.f;
+    }
   }
   __device__ void store(float* row, int rank) const {
 #pragma unroll
-    for (int i = 0; i < kParts; ++i)
-      if (place(i) < rank) *reinterpret_cast<float4*>(row + place(i)) = part[i];
+    for (int e = 0; e < kWalkValues; ++e)
+      if (place(e) < rank) row[place(e)] = value[e];
+  }
+  __device__ static int place(int e) {
+    return e / kPerLane * kAccumulators + kPerLane * lane_id() + e % kPerLane;
   }
 };
 
 // The dot of (predecessor * hidden) and a successor, by one warp; beyond the rank nothing is added.
-template <int kParts>
-__device__ float compatibility(const float* previous, const LaneRow<kParts>& hidden,
-                               const LaneRow<kParts>& after, int rank) {
+__device__ inline float compatibility(const float* previous, const LaneRow& hidden,
+                                      const LaneRow& after, int rank) {
   float acc[kPerLane] = {};
 #pragma unroll
-  for (int i = 0; i < kParts; ++i) {
-    if (LaneRow<kParts>::place(i) >= rank) continue;
-    const float4 e = *reinterpret_cast<const float4*>(previous + LaneRow<kParts>::place(i));
-    const float4 h = hidden.part[i], b = after.part[i];
-    acc[0] = fma(mul(e.x, h.x), b.x, acc[0]);
-    acc[1] = fma(mul(e.y, h.y), b.y, acc[1]);
-    acc[2] = fma(mul(e.z, h.z), b.z, acc[2]);
-    acc[3] = fma(mul(e.w, h.w), b.w, acc[3]);
+  for (int e = 0; e < kWalkValues; ++e) {
+    const int r = LaneRow::place(e);
+    if (r < rank)
+      acc[e % kPerLane] = fma(mul(previous[r], hidden.value[e]), after.value[e], acc[e % kPerLane]);
   }
   return fold_lanes(acc);
 }
 
-// A thread block per sequence, a warp per candidate, for up to kWalkWarps candidates. Rows are
-// fetched a slot ahead, and the candidates' own predecessor rows wait in shared
+// A thread block per sequence, a warp per candidate, for up to kWalkWarps candidates and a rank of
+// up to 512. Rows are fetched a slot ahead, and the candidates' own predecessor rows wait in shared
 // memory for one of them to be chosen; every warp makes the same choice by itself.
-template <int kParts>
+constexpr int kWalkWarps = kRowThreads / kLanes;
 __global__ void __launch_bounds__(kRowThreads) selector_walk(WalkArguments a) {
-  extern __shared__ float4 shared[];
-  float* before = reinterpret_cast<float*>(shared);  // [2, candidates, rank]
+  extern __shared__ float before[];  // [2, candidates, rank]
   __shared__ float score[2][kWalkWarps];
   start();
   const int64_t n = blockIdx.x;
@@ -207,16 +204,10 @@ __global__ void __launch_bounds__(kRowThreads) selector_walk(WalkArguments a) {
   const int warp = int(threadIdx.x) / kLanes, lane = lane_id();
   const float t = a.temperature[n];
   const bool mine = lane < K, works = warp < K;
-  LaneRow<kParts> hidden, after, own, next_hidden, next_after, next_own;
-  float given, next_given = 0.f, uniform, next_uniform = 0.f;
-  int64_t id, next_id = kNoToken;
+  LaneRow hidden, after, own, next_hidden, next_after, next_own;
   const auto fetch = [&](int64_t j) {
     const int64_t slot = n * a.slots + j;
-    if (j >= a.slots) return;
-    if (mine) next_given = a.scores[slot * K + lane];
-    if (mine) next_id = a.ids[slot * K + lane];
-    next_uniform = a.uniform[slot];
-    if (!works) return;
+    if (j >= a.slots || !works) return;
     next_hidden.load(a.hidden + slot * R, R);
     next_after.load(a.after + (slot * K + warp) * R, R);
     next_own.load(a.before + (slot * K + warp) * R, R);
@@ -229,12 +220,12 @@ __global__ void __launch_bounds__(kRowThreads) selector_walk(WalkArguments a) {
     hidden = next_hidden;
     after = next_after;
     own = next_own;
-    given = next_given;
-    id = next_id;
-    uniform = next_uniform;
     // the other halves may still be read
     float* rows = before + j % 2 * K * R;
     float* scores = score[j % 2];
+    const float given = mine ? a.scores[slot * K + lane] : 0.f;
+    const int64_t id = mine ? a.ids[slot * K + lane] : kNoToken;
+    const float uniform = a.uniform[slot];
     fetch(j + 1);
     if (works) {
       const float dot = compatibility(previous, hidden, after, R);

@@ -24,7 +24,11 @@ __device__ inline void store_topk(const TopkView& t, int64_t row, RankKey key) {
 
 // As block_topk() gives them.
 __device__ inline RankKey best_of(RankKey (&key)[kTopkPerThread], int k) {
-  return k > 1 ? block_topk(key, k) : block_best(largest_of(key));
+  if (k > 1) return block_topk(key, k);
+  RankKey mine = key[0];
+#pragma unroll
+  for (int j = 1; j < kTopkPerThread; ++j) mine = key[j] > mine ? key[j] : mine;
+  return block_best(mine);
 }
 
 // Block (row, chunk): the best of a chunk to keys [rows, chunks, k], or to the results.

@@ -5,7 +5,7 @@
 #include "core/formats/all.h"
 #include "gpu/act.cuh"
 #include "gpu/row.cuh"
-#include "gpu/spread.cuh"
+#include "gpu/topk.cuh"
 
 namespace dflash::gpu {
 
@@ -168,63 +168,7 @@ __global__ void __launch_bounds__(kTopkThreads)
   if (m.slot + 1 < m.slots) embed_token<F>(table, sequence, token);
 }
 
-// Sampled from a large vocabulary, behind markov_best: block (sequence, leaves).
-__device__ inline float* q_of(const MarkovSlot& m, int64_t sequence) {
-  return m.q + (sequence * m.slots + m.slot) * m.vocab;
-}
-
-__global__ void __launch_bounds__(kSpreadThreads)
-    markov_exp(MarkovSlot m, const RankKey* keys, int64_t chunks) {
-  start();
-  const int64_t sequence = blockIdx.x, leaf = leaf_id();
-  const int64_t leaves = ceil_div<int64_t>(m.vocab, kLeaf);
-  if (leaf >= leaves) return;
-  const float* base = m.base + (sequence * m.slots + m.slot) * m.vocab;
-  const float* bias = m.logits + sequence * m.vocab;
-  spread_exp(
-      [&](int64_t v) {
-        return is_mask(m, v) ? bit_cast<float>(0xff800000u)
-                             : markov_logit(base[v], m.scale, bias[v]);
-      },
-      m.vocab, leaf, best_of_row(keys + sequence * chunks, chunks, 1), m.temperature[sequence],
-      q_of(m, sequence), m.sums + sequence * leaves);
-}
-
-__global__ void __launch_bounds__(kSpreadThreads)
-    markov_divide(MarkovSlot m, const RankKey* keys, int64_t chunks, float* divided) {
-  start();
-  const int64_t sequence = blockIdx.x, leaf = leaf_id();
-  const int64_t leaves = ceil_div<int64_t>(m.vocab, kLeaf);
-  if (leaf >= leaves) return;
-  const float t = m.temperature[sequence];
-  if (t != 0.f && !refused(best_of_row(keys + sequence * chunks, chunks, 1), t))
-    spread_divide(m.vocab, leaf, q_of(m, sequence), m.sums + sequence * leaves,
-                  divided + sequence * leaves);
-}
-
-// Its last stage, a thread block per sequence: the token.
-__global__ void __launch_bounds__(kRowThreads)
-    markov_drawn(MarkovSlot m, const RankKey* keys, int64_t chunks, const float* divided) {
-  start();
-  __shared__ RowShared s;
-  const int64_t sequence = blockIdx.x, slot = sequence * m.slots + m.slot;
-  const float t = m.temperature[sequence];
-  const RankKey best = best_of_row(keys + sequence * chunks, chunks, 1);
-  int64_t chosen = kNoToken;
-  if (!refused(best, t)) {
-    const float* q = q_of(m, sequence);
-    chosen = t == 0.f ? int64_t(rank_id(best))
-                      : draw_checked(
-                            s, [q](int64_t v) { return q[v]; }, m.vocab, m.uniform[slot],
-                            divided + sequence * ceil_div<int64_t>(m.vocab, kLeaf));
-  }
-  const int64_t token = markov_token(m, chosen);
-  if (threadIdx.x != 0) return;
-  m.previous[sequence] = token;
-  m.tokens[slot] = token;
-}
-
-// Sampled from any vocabulary, or greedy among the largest of base, a thread block per sequence.
+// Sampled, or greedy among the largest of base, a thread block per sequence.
 __global__ void __launch_bounds__(kRowThreads) markov_draw(MarkovSlot m) {
   start();
   __shared__ RowShared s;

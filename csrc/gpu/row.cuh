@@ -149,14 +149,6 @@ __device__ void keep(RowShared& s, int64_t n, uint64_t target, const Key& key, c
   __syncthreads();
 }
 
-// top-p of probabilities.
-__device__ inline void keep_mass(RowShared& s, float* p, int64_t n, float top_p, float* sums) {
-  keep(
-      s, n, mass_target(top_p), [p](int64_t i) { return bit_cast<uint32_t>(p[i]); },
-      [p](int64_t i) { return mass(p[i]); }, p);
-  normalise(p, n, sums);
-}
-
 // core/sampling.h's probabilities of one row; false (and NaN everywhere) for a row or a setting
 // that the CPU refuses.
 __device__ inline bool row_probs(RowShared& s, const float* x, int64_t n, float temperature,
@@ -186,86 +178,60 @@ __device__ inline bool row_probs(RowShared& s, const float* x, int64_t n, float 
         s, n, uint64_t(top_k), [x](int64_t i) { return order_key(x[i]); },
         [](int64_t) { return uint64_t(1); }, p);
   normalise(p, n, sums);
-  if (top_p < 1.f) keep_mass(s, p, n, top_p, sums);
+  if (top_p < 1.f) {
+    keep(
+        s, n, mass_target(top_p), [p](int64_t i) { return bit_cast<uint32_t>(p[i]); },
+        [p](int64_t i) { return mass(p[i]); }, p);
+    normalise(p, n, sums);
+  }
   return true;
 }
 
-// core/sampling.h's draw_in_chunk() of [size] by one warp: the same chain of additions, without
-// those of nothing, and with its comparisons behind it. Every lane gets the index.
-__device__ inline int draw_ahead(const float* p, int size, double running, double threshold) {
-  constexpr int kAhead = 8, kFew = 6;
+// core/sampling.h's draw_in_chunk() of [size], eight values at a time: the sums are the same chain
+// of additions (of 0 where nothing can be drawn), only looked at later.
+__device__ inline int64_t draw_ahead(const float* p, int size, double running, double threshold) {
+  constexpr int kAhead = 8;
   int last = -1;
-  for (int base = 0; base < size; base += kLanes) {
-    const float mine = base + lane_id() < size ? p[base + lane_id()] : 0.f;
-    uint32_t left = lanes_that(mine > 0.f);
-    if (__popc(left) <= kFew) {
-      for (; left; left &= left - 1) {
-        last = base + __ffs(int(left)) - 1;
-        running += double(p[last]);
-        if (running > threshold) return last;
-      }
-      continue;
+  for (int base = 0; base < size; base += kAhead) {
+    float value[kAhead];
+    double sum[kAhead];
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j) {
+      const float v = base + j < size ? p[base + j] : 0.f;
+      value[j] = v > 0.f ? v : 0.f;
     }
-    for (int ahead = base; ahead < base + kLanes && ahead < size; ahead += kAhead) {
-      float value[kAhead];
-      double sum[kAhead];
 #pragma unroll
-      for (int j = 0; j < kAhead; ++j) {
-        const float v = ahead + j < size ? p[ahead + j] : 0.f;
-        value[j] = v > 0.f ? v : 0.f;
-      }
+    for (int j = 0; j < kAhead; ++j) sum[j] = running = running + double(value[j]);
 #pragma unroll
-      for (int j = 0; j < kAhead; ++j) sum[j] = running = running + double(value[j]);
-#pragma unroll
-      for (int j = 0; j < kAhead; ++j) {
-        if (!(value[j] > 0.f)) continue;
-        last = ahead + j;
-        if (sum[j] > threshold) return last;
-      }
+    for (int j = 0; j < kAhead; ++j) {
+      if (!(value[j] > 0.f)) continue;
+      last = base + j;
+      if (sum[j] > threshold) return last;
     }
   }
   return last;
 }
 
-// Sum of doubles of a row's leaves in ascending order, up to the first that brings it above
-// `most`; where that is, and what was in front. By one warp, zeros left out.
-struct LeafWalk {
-  int64_t leaf;
-  double before, sum;
-};
-
-__device__ inline LeafWalk walk_leaves(const float* sums, int64_t leaves, double most) {
-  LeafWalk w = {leaves - 1, 0., 0.};
-  for (int64_t base = 0; base < leaves; base += kLanes) {
-    const float mine = base + lane_id() < leaves ? sums[base + lane_id()] : 0.f;
-    for (uint32_t left = lanes_that(mine != 0.f); left; left &= left - 1) {
-      const int l = __ffs(int(left)) - 1;
-      const double sum = w.sum + double(from_lane(mine, l));
-      // the last leaf takes what rounding left: its own sum is not in front of it
-      if (sum > most || base + l == leaves - 1) return {base + l, w.sum, sum};
-      w.sum = sum;
-    }
-  }
-  w.before = w.sum;
-  return w;
-}
-
 // The id that u falls on, of leaves that were summed; kNoMass.
 template <class P>
 __device__ int64_t draw_of_leaves(RowShared& s, const P& p, int64_t n, float u, const float* sums) {
-  constexpr double kEndless = 1.7976931348623157e308;
-  const int64_t leaves = ceil_div<int64_t>(n, kDrawChunk);
-  const double total = walk_leaves(sums, leaves, kEndless).sum;
+  // every thread finds the chunk: the sums are few
+  const int64_t chunks = ceil_div<int64_t>(n, kDrawChunk);
+  double total = 0.;
+  for (int64_t c = 0; c < chunks; ++c) total += double(sums[c]);
   if (!(total > 0. && total <= 3.4028234663852886e38)) return kNoMass;
   const double threshold = double(u) * total;
-  const LeafWalk w = walk_leaves(sums, leaves, threshold);
-  const int64_t begin = w.leaf * kDrawChunk;
+  double running = 0.;
+  int64_t chunk = 0;
+  while (chunk + 1 < chunks && !(running + double(sums[chunk]) > threshold))
+    running += double(sums[chunk++]);
+  const int64_t begin = chunk * kDrawChunk;
   const int64_t size = n - begin < kDrawChunk ? n - begin : kDrawChunk;
   __syncthreads();
   for (int64_t i = threadIdx.x; i < size; i += kRowThreads) s.chunk[i] = p(begin + i);
   __syncthreads();
   int64_t id = kNoToken;
-  if (threadIdx.x < kLanes) id = begin + draw_ahead(s.chunk, int(size), w.before, threshold);
+  if (threadIdx.x == 0) id = begin + draw_ahead(s.chunk, int(size), running, threshold);
   return broadcast(&s.index, id);
 }
 
@@ -295,11 +261,6 @@ __device__ void checked_leaf(const P& p, int64_t n, int64_t leaf, float* sums) {
       size);
   bad = any_lane(bad);
   if (lane_id() == 0) sums[leaf] = bad ? kBadLeaf : sum;
-}
-
-// A warp per leaf along blockIdx.y.
-__device__ inline int64_t leaf_id() {
-  return (int64_t(blockIdx.y) * blockDim.x + threadIdx.x) / kLanes;
 }
 
 // draw() of leaves from checked_leaf().

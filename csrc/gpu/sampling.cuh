@@ -4,7 +4,6 @@
 #include "core/accept.h"
 #include "core/random.h"
 #include "gpu/few.cuh"
-#include "gpu/spread.cuh"
 
 namespace dflash::gpu {
 
@@ -23,17 +22,9 @@ struct ProbsView {
   int64_t vocab;
   float* out;     // [rows, vocab]
   float* sums;    // [rows, leaves]
-  RankKey* keys;  // [rows, chunks, kTopkMost], or null: every row by a block of its own
+  RankKey* keys;  // [rows, chunks, kTopkMost], or null: no row takes the short way
   int64_t chunks;
 };
-
-// Whether a row's softmax has all of its ids and the room to be spread over many blocks.
-__device__ inline bool is_spread(const ProbsView& v, int64_t row) {
-  const float t = v.temperature[row], top_p = v.top_p[row];
-  const int64_t k = v.top_k[row];
-  return v.keys && v.chunks > 1 && t > 0.f && t < bit_cast<float>(0x7f800000u) &&
-         (k == 0 || k >= v.vocab) && top_p > 0.f && top_p <= 1.f;
-}
 
 // Whether a row keeps so few ids that they are sorted out first, and the rest is zeros.
 __device__ inline bool keeps_few(const ProbsView& v, int64_t row) {
@@ -43,13 +34,11 @@ __device__ inline bool keeps_few(const ProbsView& v, int64_t row) {
          k < v.vocab && top_p > 0.f && top_p <= 1.f;
 }
 
-// Block (row, chunk): the best of a chunk to the keys, zeros to the probabilities; of a row that is
-// spread only the very best.
+// Block (row, chunk): the best of a chunk to the keys, zeros to the probabilities.
 __global__ void __launch_bounds__(kTopkThreads) sampling_keys(ProbsView v) {
   start();
   const int64_t row = blockIdx.x, first = int64_t(blockIdx.y) * kTopkChunk + threadIdx.x;
-  const bool few = keeps_few(v, row);
-  if (!few && !is_spread(v, row)) return;
+  if (!keeps_few(v, row)) return;
   RankKey key[kTopkPerThread];
 #pragma unroll
   for (int j = 0; j < kTopkPerThread; ++j) {
@@ -57,37 +46,11 @@ __global__ void __launch_bounds__(kTopkThreads) sampling_keys(ProbsView v) {
     key[j] = kNoKey;
     if (id >= v.vocab) continue;
     const float x = v.logits[row * v.vocab + id];
-    if (few) v.out[row * v.vocab + id] = 0.f;
+    v.out[row * v.vocab + id] = 0.f;
     key[j] = x < bit_cast<float>(0x7f800000u) ? rank_key(x, uint32_t(id)) : kNaN;
   }
-  RankKey* found = v.keys + (row * v.chunks + blockIdx.y) * kTopkMost;
-  if (few) {
-    const RankKey best = block_topk(key, int(v.top_k[row]));
-    if (threadIdx.x < kLanes) found[lane_id()] = best;
-  } else {
-    const RankKey best = block_best(largest_of(key));
-    if (threadIdx.x == 0) *found = best;
-  }
-}
-
-// Block (row, leaves) of a row that is spread: exponentials, and then quotients.
-__global__ void __launch_bounds__(kSpreadThreads) sampling_exp(ProbsView v) {
-  start();
-  const int64_t row = blockIdx.x, leaf = leaf_id(), leaves = ceil_div<int64_t>(v.vocab, kLeaf);
-  if (leaf >= leaves || !is_spread(v, row)) return;
-  const float* logits = v.logits + row * v.vocab;
-  const RankKey best = best_of_row(v.keys + row * v.chunks * kTopkMost, v.chunks, kTopkMost);
-  spread_exp([logits](int64_t id) { return logits[id]; }, v.vocab, leaf, best, v.temperature[row],
-             v.out + row * v.vocab, v.sums + row * leaves);
-}
-
-__global__ void __launch_bounds__(kSpreadThreads) sampling_divide(ProbsView v) {
-  start();
-  const int64_t row = blockIdx.x, leaf = leaf_id(), leaves = ceil_div<int64_t>(v.vocab, kLeaf);
-  if (leaf >= leaves || !is_spread(v, row)) return;
-  const RankKey best = best_of_row(v.keys + row * v.chunks * kTopkMost, v.chunks, kTopkMost);
-  if (!refused(best, v.temperature[row]))
-    spread_divide(v.vocab, leaf, v.out + row * v.vocab, v.sums + row * leaves, nullptr);
+  const RankKey best = block_topk(key, kTopkMost);
+  if (threadIdx.x < kLanes) v.keys[(row * v.chunks + blockIdx.y) * kTopkMost + lane_id()] = best;
 }
 
 // A row that keeps few ids, of its chunks' keys.
@@ -100,9 +63,8 @@ __device__ inline void few_probs(const ProbsView& v, int64_t row) {
     const int64_t at = int64_t(threadIdx.x) + j * kTopkThreads;
     key[j] = at < count ? v.keys[row * count + at] : kNoKey;
   }
-  const int k = int(v.top_k[row]);
-  const RankKey best = block_topk(key, k);
-  if (threadIdx.x < kLanes) few.take(best, k, v.temperature[row]);
+  const RankKey best = block_topk(key, kTopkMost);
+  if (threadIdx.x < kLanes) few.take(best, int(v.top_k[row]), v.temperature[row]);
   __syncthreads();
   float* out = v.out + row * v.vocab;
   if (few.count == 0) {  // a logit that the CPU refuses, or none above -inf
@@ -124,14 +86,13 @@ __global__ void __launch_bounds__(kRowThreads) sampling_probs(ProbsView v) {
   __shared__ RowShared s;
   const int64_t r = blockIdx.x;
   if (keeps_few(v, r)) return few_probs(v, r);
-  if (is_spread(v, r)) {
-    float* p = v.out + r * v.vocab;
-    if (v.top_p[r] < 1.f && p[0] >= 0.f)  // not refused
-      keep_mass(s, p, v.vocab, v.top_p[r], v.sums + r * ceil_div<int64_t>(v.vocab, kLeaf));
-    return;
-  }
   row_probs(s, v.logits + r * v.vocab, v.vocab, v.temperature[r], v.top_k[r], v.top_p[r],
             v.out + r * v.vocab, v.sums + r * ceil_div<int64_t>(v.vocab, kLeaf));
+}
+
+// A warp per leaf along blockIdx.y.
+__device__ inline int64_t leaf_id() {
+  return (int64_t(blockIdx.y) * blockDim.x + threadIdx.x) / kLanes;
 }
 
 // Block (row, leaves): their sums.

@@ -28,64 +28,48 @@ __device__ inline void sort_eight(RankKey (&key)[8]) {
   for (int i = 0; i < 19; ++i) order(key[pairs[i][0]], key[pairs[i][1]]);
 }
 
-// The largest of a warp's keys, in descending order, to lanes 0, 1, ..; at most k <= 32 of them and
-// none below `least`. Returns how many. Keys differ but for kNoKey and kNaN.
-__device__ inline int warp_topk(RankKey (&key)[kTopkPerThread], int k, RankKey least,
-                                RankKey* mine) {
+// The i-th largest of a warp's keys to lane i, i < k <= 32; each at most once but for kNoKey and
+// kNaN, of which every lane's first counts.
+__device__ inline RankKey warp_topk(RankKey (&key)[kTopkPerThread], int k) {
   static_assert(kTopkPerThread == 8);
-  *mine = kNoKey;
+  sort_eight(key);
+  RankKey out = kNoKey;
   for (int i = 0; i < k; ++i) {
     const RankKey best = largest_key(key[0]);
-    if (best < least) return i;
-    if (lane_id() == i) *mine = best;
+    if (lane_id() == i) out = best;
     const bool taken = key[0] == best;
 #pragma unroll
     for (int j = 0; j + 1 < kTopkPerThread; ++j) key[j] = taken ? key[j + 1] : key[j];
     if (taken) key[kTopkPerThread - 1] = kNoKey;
   }
-  return k;
+  return out;
+}
+
+// How many of a descending list are ahead of a key.
+__device__ inline int ahead_of(const RankKey* list, int k, RankKey key) {
+  int low = 0;
+  for (int step = kTopkMost / 2; step > 0; step /= 2)
+    if (low + step <= k && list[low + step - 1] > key) low += step;
+  return low < k && list[low] > key ? low + 1 : low;
 }
 
 // The k best of a thread block's keys, descending in lanes 0 .. k - 1 of warp 0. kTopkThreads
-// threads. None of up to 16 is below the smallest of the 16 warps' largest, and none of up to 32
-// below the smallest of their second largest: few are left, and each counts those ahead of it.
+// threads. Every warp's k best are found first; then each of those counts the ones ahead of it.
 __device__ inline RankKey block_topk(RankKey (&key)[kTopkPerThread], int k) {
-  __shared__ RankKey found[kTopkWarps * kTopkMost], bounds[kTopkWarps], best[kTopkMost];
-  __shared__ int count;
+  __shared__ RankKey found[kTopkWarps * kTopkMost], best[kTopkMost];
   const int warp = int(threadIdx.x) / kLanes, lane = lane_id();
-  sort_eight(key);
-  static_assert(kTopkMost == 2 * kTopkWarps);
-  RankKey bound = largest_key(key[0]);
-  if (k > kTopkWarps) bound = largest_key(key[0] == bound ? key[1] : key[0]);
-  if (lane == 0) bounds[warp] = bound;
-  if (threadIdx.x == 0) count = 0;
+  const RankKey mine = warp_topk(key, k);
+  if (lane < k) found[warp * k + lane] = mine;
   if (threadIdx.x < kTopkMost) best[threadIdx.x] = kNoKey;
   __syncthreads();
-  const RankKey smallest = ~largest_key(~bounds[lane % kTopkWarps]);
-  const RankKey least = smallest > kNoKey ? smallest : kNoKey + 1;
-  RankKey mine;
-  const int mine_count = warp_topk(key, k, least, &mine);
-  int at = 0;
-  if (lane == 0 && mine_count > 0) at = atomicAdd(&count, mine_count);
-  at = from_lane(at, 0);
-  if (lane < mine_count) found[at + lane] = mine;
-  __syncthreads();
-  const int all = count;
-  if (int(threadIdx.x) < all) {
-    const RankKey my_key = found[threadIdx.x];
+  if (lane < k && mine != kNoKey) {
     int rank = 0;
-    for (int i = 0; i < all; ++i) rank += found[i] > my_key;
-    if (rank < k) best[rank] = my_key;  // of several kNaN any
+#pragma unroll 8
+    for (int w = 0; w < kTopkWarps; ++w) rank += ahead_of(found + w * k, k, mine);
+    if (rank < k) best[rank] = mine;  // of several kNaN any
   }
   __syncthreads();
   return warp == 0 && lane < k ? best[lane] : kNoKey;
-}
-
-__device__ inline RankKey largest_of(const RankKey (&key)[kTopkPerThread]) {
-  RankKey best = key[0];
-#pragma unroll
-  for (int j = 1; j < kTopkPerThread; ++j) best = key[j] > best ? key[j] : best;
-  return best;
 }
 
 // The largest of a thread block's keys, to all of it.
