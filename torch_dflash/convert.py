@@ -144,7 +144,7 @@ def prepare_drafter(
     dtype: torch.dtype | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Write a drafter as a Hugging Face folder that unmodified vLLM and SGLang load.
+    """Write a drafter as a Hugging Face folder that unmodified vLLM (and SGLang) load.
 
     Args:
         path: a GGUF file (or a folder in another layout, such as speculators').

@@ -234,7 +234,22 @@ def test_notes(fixtures):
         "longer texts"
     ]
     part = read_checkpoint(fixtures / "gguf/dflash_partial_rotary").config
-    assert "ignores partial_rotary_factor" in hf_notes(part)[0]
+    assert "and SGLang rotate whole heads and ignore partial_rotary_factor" in hf_notes(part)[0]
+
+
+@pytest.mark.parametrize(
+    "case, said",
+    [
+        ("dflash/d1_swa_noncausal", ["SGLang takes exactly the sliding layers as causal"]),
+        ("dflash/d1_mixed_legacy", []),
+        ("dspark/reduced_vocab", ["SGLang drafts with the target's whole head"]),
+        ("dspark/reduced_vocab_bonus", ["SGLang drafts with", "SGLang reads drafts from the anch"]),
+    ],
+)
+def test_what_sglang_leaves_out(fixtures, case, said):
+    notes = [n for n in hf_notes(read_checkpoint(fixtures / case).config) if "SGLang" in n]
+    assert len(notes) == len(said)
+    assert all(note.startswith(text) for note, text in zip(notes, said, strict=True))
 
 
 @pytest.mark.parametrize("name", ["dflash", "dflash2", "dspark"])

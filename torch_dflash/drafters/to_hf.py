@@ -224,9 +224,17 @@ def hf_notes(config: DrafterConfig) -> list[str]:
                     f"vLLM without the torch-dflash plugin ignores {name} in a DFlash drafter"
                 )
     if c.rope.rotary_dim != c.head_dim:
-        lines.append("z-lab's package rotates whole heads and ignores partial_rotary_factor")
+        lines.append(
+            "z-lab's package and SGLang rotate whole heads and ignore partial_rotary_factor"
+        )
+    if any(layer.causal == (layer.window is None) for layer in c.layers):
+        lines.append("SGLang takes exactly the sliding layers as causal, whatever is_causal says")
+    if c.draft_vocab_size != c.vocab_size:
+        lines.append("SGLang drafts with the target's whole head, not with a reduced vocabulary")
+    if c.kind == "dspark" and not c.sample_from_anchor:
+        lines.append("SGLang reads drafts from the anchor's row on: every token one row early here")
     if c.markov_head_type in ("gated", "rnn"):
-        lines.append(f"vLLM itself runs vanilla Markov heads only, not {c.markov_head_type} ones")
+        lines.append(f"vLLM runs vanilla Markov heads only, not {c.markov_head_type} ones")
     return lines
 
 
