@@ -1,5 +1,6 @@
 #include "cpu/graph.h"
 
+#include <pthread.h>
 #include <torch/csrc/stable/library.h>
 
 #include <map>
@@ -17,8 +18,28 @@ struct Graphs {
   int64_t last = 0;
 };
 
+Graphs& the_graphs();
+
+void before_fork() {
+  the_graphs().lock.lock();
+}
+
+void after_fork() {
+  the_graphs().lock.unlock();
+}
+
+// A forked child has the thread that forked and no other: what those ran is not running there.
+void after_fork_in_child() {
+  for (auto& [handle, graph] : the_graphs().graphs) graph->running.store(false);
+  after_fork();
+}
+
 Graphs& the_graphs() {
-  static Graphs* const graphs = new Graphs;
+  static Graphs* const graphs = [] {
+    auto* const made = new Graphs;
+    pthread_atfork(before_fork, after_fork, after_fork_in_child);
+    return made;
+  }();
   return *graphs;
 }
 

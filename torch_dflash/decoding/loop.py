@@ -2,12 +2,13 @@
 
 import logging
 import operator
+import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
@@ -34,6 +35,8 @@ _PENDING_BYTES = 64 << 20
 _HOLDERS: "WeakKeyDictionary[Target | Drafter, object]" = WeakKeyDictionary()
 _LOCKS: "WeakKeyDictionary[Target | Drafter, threading.RLock]" = WeakKeyDictionary()
 _NEW_LOCK = threading.Lock()
+# what ran in the process that this one was forked from
+_INHERITED: "WeakSet[Target | Drafter]" = WeakSet()
 
 
 def _lock(part: Target | Drafter) -> threading.RLock:
@@ -43,6 +46,19 @@ def _lock(part: Target | Drafter) -> threading.RLock:
         with _NEW_LOCK:
             lock = _LOCKS.setdefault(part, threading.RLock())
     return lock
+
+
+def _after_fork_in_child() -> None:
+    """Threads stayed in the parent: their locks are free, what they ran is no prefix to extend."""
+    global _LOCKS, _NEW_LOCK
+    for part, lock in list(_LOCKS.items()):
+        _INHERITED.add(part)
+        if not lock.acquire(blocking=False):
+            _HOLDERS.pop(part, None)
+    _LOCKS, _NEW_LOCK = WeakKeyDictionary(), threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 @dataclass
@@ -133,6 +149,13 @@ class Session:
     @contextmanager
     def _alone(self) -> Iterator[None]:
         """Keep other threads from target and drafter, in this order."""
+        if any(part in _INHERITED for part in self._parts()) and torch.get_num_threads() > 1:
+            # our operators have threads of their own; torch's copies and fills wait for dead ones
+            raise RuntimeError(
+                "Session: in a forked child of the process that ran this model torch must have 1 "
+                f"thread, got {torch.get_num_threads()}, which would hang; call "
+                "torch.set_num_threads(1) in the child, or spawn it and load the model there"
+            )
         with _lock(self.target), _lock(self.target if self.drafter is None else self.drafter):
             yield
 
