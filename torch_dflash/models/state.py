@@ -1,7 +1,7 @@
 """State of one sequence in a native target: KV caches, convolution windows, GDN states."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -79,7 +79,7 @@ class RecurrentState:
         self.indices = torch.arange(1, slots, dtype=torch.int32, device=device).view(1, -1)
         # What a step reads: one tensor, so that a commit is one copy from the table of all choices.
         self._control = torch.zeros(3, dtype=torch.int32, device=device)
-        self.conv_accepted, self.accepted, self.parity = self._control.split(1)
+        self._split()
         rows = torch.arange(1 + max_rows, dtype=torch.int32, device=device)
         choices = [torch.stack([rows, rows, torch.full_like(rows, p)], 1) for p in (0, 1)]
         self._choices = torch.stack(choices)  # [parity, rows, 3]
@@ -87,6 +87,15 @@ class RecurrentState:
         self.prefill_slot: Tensor | None = None  # set while rows are committed as they run
         self._pending = 0  # rows of the journal that belong to the sequence but not to the base
         self.reset()
+
+    def _split(self) -> None:
+        self.conv_accepted, self.accepted, self.parity = self._control.split(1)
+
+    @torch.inference_mode(False)
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy by pickle has a tensor for every view of the original."""
+        self.__dict__.update(state)
+        self._split()
 
     def reset(self) -> None:
         """Back to the empty sequence."""
