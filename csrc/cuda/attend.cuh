@@ -1,0 +1,528 @@
+// Attention over the pieces of the keys: a cluster of blocks takes a KV head's chunk for some of
+// its queries. Each block scores its share of the keys, the probabilities go to every block, and
+// each weighs its share of the dims, so that keys and values are read from memory once per chunk.
+//
+// A warp's lanes are core/reduce.h's virtual lanes: lane l multiplies dims 4 l .. 4 l + 3 (and 128
+// further) of several queries and keys. Folding by halves is an exchange with lane l ^ 16, 8, ..;
+// what a lane gives away is another query's or key's sum than what it keeps, so that each exchange
+// serves two sums. Which of them stands in which register depends on the lane, so nothing is moved.
+#pragma once
+#include "cuda/attention_pieces.cuh"
+#include "cuda/cluster.cuh"
+
+namespace dflash::cuda {
+
+constexpr int kMostSequences = 256;
+
+__device__ inline void load_values(const float* p, float (&x)[4]) {
+  const float4 v = *reinterpret_cast<const float4*>(p);
+  x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
+}
+__device__ inline void load_values(const float* p, float (&x)[2]) {
+  const float2 v = *reinterpret_cast<const float2*>(p);
+  x[0] = v.x, x[1] = v.y;
+}
+template <class T>
+__device__ void load_values(const T* p, float (&x)[4]) {
+  const uint2 v = *reinterpret_cast<const uint2*>(p);
+  x[0] = to_float(T{uint16_t(v.x)}), x[1] = to_float(T{uint16_t(v.x >> 16)});
+  x[2] = to_float(T{uint16_t(v.y)}), x[3] = to_float(T{uint16_t(v.y >> 16)});
+}
+template <class T>
+__device__ void load_values(const T* p, float (&x)[2]) {
+  const uint32_t v = *reinterpret_cast<const uint32_t*>(p);
+  x[0] = to_float(T{uint16_t(v)}), x[1] = to_float(T{uint16_t(v >> 16)});
+}
+
+// kRanks: blocks of a cluster; kResident: blocks of a multiprocessor. kQueries: queries of a cluster; kTile: of a warp that scores, even.
+template <class Element, int kDims, int kBlocks, int kWarpsOfBlock, int kMostQueries, int kTileSize,
+          int kKeysOfTile, int kBlocksOfUnit>
+struct Attend {
+  using T = Element;
+  static constexpr int kHeadDim = kDims, kRanks = kBlocks, kWarps = kWarpsOfBlock;
+  static constexpr int kQueries = kMostQueries, kTile = kTileSize, kResident = kBlocksOfUnit;
+  static constexpr int kThreads = kWarps * kLanes;
+  static constexpr int kKeys = kChunkKeys / kRanks;    // scored by a block
+  static constexpr int kValues = kHeadDim / kRanks;    // dims weighed by a block
+  static constexpr int kKeyTile = kKeysOfTile;         // keys of a warp that scores
+  static constexpr int kSteps = kHeadDim / kAccumulators;
+  static constexpr int kPairs = kValues / 2;           // threads that weigh for the same queries
+  static constexpr int kGroups = kThreads / kPairs;    // of such threads
+  static constexpr int kMostEach = ceil_div(kQueries, kGroups);
+  static constexpr int kQuads = kKeys / 4;             // threads that soften the same query
+  static constexpr int kSoft = kThreads / kQuads;      // queries softened at a time
+  static constexpr int kRounds = ceil_div(kQueries, kSoft);
+  static constexpr int kPiece = 16 / int(sizeof(T));   // values of a copy
+  static_assert(kHeadDim % kAccumulators == 0 && kTile % 2 == 0);
+  static_assert(kKeys % kKeyTile == 0 && kValues % kPiece == 0 && kQueries % kTile == 0);
+  static_assert(kQueries / kTile <= kWarps && kQueries <= kThreads);
+  static_assert(kQueries % kMostEach == 0);
+  static_assert(kQuads <= kLanes && kQuads >= kRanks && kThreads % kPairs == 0);
+
+  struct Query {
+    int at;          // row * heads + head, or -1
+    int slot;        // of its piece
+    int begin, end;  // keys it sees, counted from the chunk's first
+  };
+  struct Bounds {
+    int queries;
+    int begin, end;                // keys that some query sees
+    int common_begin, common_end;  // keys that all see
+  };
+  // What the cluster does next.
+  struct Place {
+    int item, sequence, part, kv_head;
+    int begin, end, chunk;  // of the piece, and which of its chunks
+    int slot;               // of the piece's first row, before heads are counted
+    bool there;
+    SequenceKeys keys;
+  };
+  struct Shared {
+    T keys[kKeys * kHeadDim];
+    T values[kChunkKeys * kValues];
+    float score[kQueries][kKeys + 8];           // 8: two queries' scores in other banks
+    float p[kQueries][kChunkKeys + 4];
+    float most[kQueries][kRanks];               // of each block's scores
+    float m[kQueries], l[kQueries];             // of the piece so far
+    float a[kQueries], b[kQueries];             // weights of the piece so far and of the chunk
+    int join[kQueries];                         // how the chunk comes to its piece
+    Query query[2][kQueries];
+    Bounds bounds[2];
+    int row_of_key[2][kChunkKeys];              // of the cache
+    int items[kMostSequences], base[kMostSequences];  // up to and with, in front of a sequence
+    int chunks;
+    Place place[3];                             // now, next, and the one behind
+  };
+  enum Join { kNothing, kFirst, kMerge };
+  enum { kNotThere = -1, kBadPage = -2 };  // in row_of_key
+
+  const AttentionView& a;
+  const AttentionPieces& w;
+  Shared& shared;
+  const int tid = int(threadIdx.x), warp = tid / kLanes, lane = gpu::lane_id();
+  const int rank = int(blockIdx.x) % kRanks;
+  const int group = int(a.heads / a.kv_heads);
+  float q[kTile][kSteps * kPerLane];
+  float run[kMostEach][2];  // o of the piece so far
+
+  __device__ __forceinline__ Attend(const AttentionView& a, const AttentionPieces& w, Shared& shared)
+      : a(a), w(w), shared(shared) {}
+
+  // By one warp: how many items the sequences up to each have, and where its slots begin.
+  __device__ __forceinline__ void count_items() {
+    const int chunks = chunks_of_piece(a, w);
+    int items = 0, base = 0;
+    for (int64_t from = 0; from < a.sequences; from += kLanes) {
+      int own_items = 0, own_base = 0;
+      if (from + lane < a.sequences) {
+        const SequenceKeys keys = sequence_keys(a, from + lane);
+        const int pieces = keys.pieces(chunks);
+        own_items = pieces * ceil_div(keys.rows * group, kQueries) * int(a.kv_heads);
+        own_base = pieces * keys.rows;
+      }
+      int upto_items = own_items, upto_base = own_base;
+      for (int step = 1; step < kLanes; step *= 2) {
+        const int i = gpu::from_lane(upto_items, (lane - step) & 31);
+        const int b = gpu::from_lane(upto_base, (lane - step) & 31);
+        if (lane >= step) upto_items += i, upto_base += b;
+      }
+      if (from + lane < a.sequences) {
+        shared.items[from + lane] = items + upto_items;
+        shared.base[from + lane] = base + upto_base - own_base;
+      }
+      items += gpu::from_lane(upto_items, kLanes - 1);
+      base += gpu::from_lane(upto_base, kLanes - 1);
+    }
+    if (lane == 0) shared.chunks = chunks;
+  }
+
+  __device__ __forceinline__ void find(Place& place, int sequence, int item) const {
+    int s = sequence;
+    while (s < a.sequences && item >= shared.items[s]) ++s;
+    place.item = item;
+    place.sequence = s;
+    place.there = s < a.sequences;
+    if (!place.there) return;
+    const SequenceKeys keys = sequence_keys(a, s);
+    const int parts = ceil_div(keys.rows * group, kQueries), heads = int(a.kv_heads);
+    int rest = item - (s == 0 ? 0 : shared.items[s - 1]);
+    place.part = rest % parts;
+    rest /= parts;
+    place.kv_head = rest % heads;
+    rest /= heads;
+    const int first = (keys.first / shared.chunks + rest) * shared.chunks;
+    place.begin = place.chunk = first > keys.first ? first : keys.first;
+    place.end = first + shared.chunks < keys.end ? first + shared.chunks : keys.end;
+    place.slot = shared.base[s] + rest * keys.rows;
+    place.keys = keys;
+  }
+
+  __device__ __forceinline__ void find_next(const Place& place, Place& next) const {
+    if (place.there && place.chunk + 1 < place.end) {
+      next = place;
+      ++next.chunk;
+    } else {
+      find(next, place.sequence, place.item + int(gridDim.x) / kRanks);
+    }
+  }
+
+  // Keys of the place's chunk that a row of its sequence sees.
+  __device__ __forceinline__ int2 seen(const Place& place, int row) const {
+    const KeyRange all = visible_keys(place.keys.length - place.keys.rows + row,
+                                      place.keys.length, a.window, a.causal);
+    const int origin = place.chunk * kChunkKeys;
+    const int begin = int(all.begin) - origin, end = int(all.end) - origin;
+    return {begin < 0 ? 0 : begin > kChunkKeys ? kChunkKeys : begin,
+            end < 0 ? 0 : end > kChunkKeys ? kChunkKeys : end};
+  }
+
+  __device__ __forceinline__ void prepare(const Place& place, int buffer) {
+    const int left = place.keys.rows * group - place.part * kQueries;
+    const int queries = left < kQueries ? left : kQueries, first = place.part * kQueries;
+    const int2 top = seen(place, first / group);
+    const int2 bottom = seen(place, (first + queries - 1) / group);
+    if (tid == 0)
+      shared.bounds[buffer] = {queries, top.x, bottom.y, bottom.x,
+                               top.y > bottom.x ? top.y : bottom.x};
+    for (int i = tid; i < kQueries; i += kThreads) {
+      Query query = {-1, 0, 0, 0};
+      if (i < queries) {
+        const int row = (first + i) / group, head = place.kv_head * group + (first + i) % group;
+        const int2 keys = seen(place, row);
+        query = {(place.keys.row + row) * int(a.heads) + head,
+                 (place.slot + row) * int(a.heads) + head, keys.x, keys.y};
+      }
+      shared.query[buffer][i] = query;
+    }
+    const int32_t* table = a.page_table + place.sequence * a.table_pages;
+    const unsigned size = unsigned(a.page_size);
+    for (int key = tid; key < kChunkKeys; key += kThreads) {
+      int at = kNotThere;
+      if (key >= top.x && key < bottom.y) {
+        const unsigned position = unsigned(place.chunk * kChunkKeys + key);
+        const int page = table[position / size];
+        at = page < 0 || page >= a.pages ? kBadPage : page * int(size) + int(position % size);
+      }
+      shared.row_of_key[buffer][key] = at;
+    }
+  }
+
+  // kCount keys from `first` on, kWidth of their dims from `dim` on. A page that is none is NaN.
+  template <int kCount, int kWidth>
+  __device__ __forceinline__ void stage(T* to, const void* cache, const Place& place, int buffer,
+                                        int first, int dim) {
+    constexpr int kPieces = kWidth / kPiece, kStep = kThreads / kPieces;
+    static_assert(kThreads % kPieces == 0 && kCount % kStep == 0);
+    const int key = tid / kPieces, piece = tid % kPieces * kPiece;
+    const int stride = int(a.kv_heads) * kHeadDim;
+    const T* from = static_cast<const T*>(cache) + (place.kv_head * kHeadDim + dim + piece);
+    const int* rows = shared.row_of_key[buffer] + first + key;
+    T* at = to + key * kWidth + piece;
+#pragma unroll
+    for (int i = 0; i < kCount; i += kStep) {
+      const int row = rows[i];
+      if (row >= 0) copy_16(at + i * kWidth, from + int64_t(row) * stride);
+      if (row == kBadPage)
+        *reinterpret_cast<uint4*>(at + i * kWidth) = {0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu,
+                                                      0x7fff7fffu};
+    }
+  }
+  __device__ __forceinline__ void stage_keys(const Place& place, int buffer) {
+    stage<kKeys, kHeadDim>(shared.keys, a.k, place, buffer, rank * kKeys, 0);
+  }
+  __device__ __forceinline__ void stage_values(const Place& place, int buffer) {
+    stage<kChunkKeys, kValues>(shared.values, a.v, place, buffer, 0, rank * kValues);
+  }
+
+  // Warps that score the same tile of queries share the keys.
+  struct Share {
+    int tile, turn, turns;
+  };
+  __device__ __forceinline__ Share share(int queries) const {
+    const int turns = kWarps / ceil_div(queries, kTile);
+    return {warp / turns, warp % turns, turns};
+  }
+
+  __device__ __forceinline__ void load_queries(int buffer) {
+    const int tile = share(shared.bounds[buffer].queries).tile;
+#pragma unroll
+    for (int t = 0; t < kTile; ++t) {
+      const int i = tile * kTile + (t ^ lane >> 4);
+      const int at = i < kQueries ? shared.query[buffer][i].at : -1;
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        float4 v = {0.f, 0.f, 0.f, 0.f};
+        if (at >= 0)
+          v = *reinterpret_cast<const float4*>(a.q + int64_t(at) * kHeadDim +
+                                               step * kAccumulators + kPerLane * lane);
+        q[t][4 * step] = v.x, q[t][4 * step + 1] = v.y;
+        q[t][4 * step + 2] = v.z, q[t][4 * step + 3] = v.w;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void score(int buffer) {
+    const Bounds bounds = shared.bounds[buffer];
+    const Share mine = share(bounds.queries);
+    if (mine.tile * kTile >= bounds.queries) return;
+    const int begin = bounds.begin - rank * kKeys, end = bounds.end - rank * kKeys;
+    constexpr int kLast = kLanes / 2 / kKeyTile;  // lanes that end with the same sum
+    const int turned = lane / kLast % kKeyTile;   // which key stands first
+    for (int key = mine.turn * kKeyTile; key < kKeys; key += mine.turns * kKeyTile) {
+      if (key + kKeyTile <= begin || key >= end) continue;
+      float v[kTile / 2][kKeyTile];
+#pragma unroll
+      for (int j = 0; j < kKeyTile; ++j) {
+        const T* at = shared.keys + (key + (j ^ turned)) * kHeadDim + kPerLane * lane;
+        float k[kSteps][kPerLane], z[kTile];
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) load_values(at + step * kAccumulators, k[step]);
+#pragma unroll
+        for (int t = 0; t < kTile; ++t) {
+          float acc[kPerLane];
+#pragma unroll
+          for (int e = 0; e < kPerLane; ++e) {
+            acc[e] = 0.f;
+#pragma unroll
+            for (int step = 0; step < kSteps; ++step)
+              acc[e] = fma(q[t][kPerLane * step + e], k[step][e], acc[e]);
+          }
+          z[t] = (acc[0] + acc[1]) + (acc[2] + acc[3]);
+        }
+#pragma unroll
+        for (int t = 0; t < kTile / 2; ++t) v[t][j] = z[2 * t] + gpu::exchange(z[2 * t + 1], 16);
+      }
+#pragma unroll
+      for (int t = 0; t < kTile / 2; ++t) {
+#pragma unroll
+        for (int half = kKeyTile / 2; half > 0; half /= 2)
+#pragma unroll
+          for (int j = 0; j < half; ++j)
+            v[t][j] = v[t][j] + gpu::exchange(v[t][j + half], kLast * half);
+        const float sum = gpu::sum_lanes(v[t][0], kLast);
+        if (lane % kLast == 0)
+          shared.score[mine.tile * kTile + 2 * t + (lane >> 4)][key + turned] = mul(sum, a.scale);
+      }
+    }
+  }
+
+  // Scores to probabilities, in every block. Both halves of a cluster's meeting in between.
+  __device__ __forceinline__ void soften(int buffer, bool first_chunk, bool& started) {
+    const int queries = shared.bounds[buffer].queries;
+    const int quad = tid % kQuads, slot = tid / kQuads, key = rank * kKeys + 4 * quad;
+    const float none = -bit_cast<float>(0x7f800000u);
+    float s[kRounds][4];
+    int2 keys[kRounds];
+#pragma unroll
+    for (int r = 0; r < kRounds; ++r) {
+      if (r * kSoft + warp * kLanes / kQuads >= queries) break;
+      const int i = r * kSoft + slot < kQueries ? r * kSoft + slot : kQueries - 1;
+      keys[r] = {shared.query[buffer][i].begin - key, shared.query[buffer][i].end - key};
+      load_values(&shared.score[i][4 * quad], s[r]);
+      float most = none;
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        if (e >= keys[r].x && e < keys[r].y) most = select(s[r][e] > most, s[r][e], most);
+      }
+      most = gpu::max_lanes(most, kQuads);
+      if (quad < kRanks && r * kSoft + slot < queries)
+        store_in(address_in(&shared.most[i][rank], quad), most);
+    }
+    cluster_arrive();
+    cluster_wait();
+#pragma unroll
+    for (int r = 0; r < kRounds; ++r) {
+      const int i = r * kSoft + slot;
+      if (i >= queries) break;
+      const float m = most_of(i);
+      float p[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        p[e] = e >= keys[r].x && e < keys[r].y ? exp(s[r][e] - m) : 0.f;
+#pragma unroll
+      for (int other = 0; other < kRanks; ++other)
+        store_in(address_in(&shared.p[i][key], other), float4{p[0], p[1], p[2], p[3]});
+    }
+    if (tid < queries) {
+      const bool exists = shared.query[buffer][tid].begin < shared.query[buffer][tid].end;
+      const float m = most_of(tid);
+      if (first_chunk) started = false;
+      int join = exists ? kFirst : kNothing;
+      if (exists && started) {
+        const MergeWeights weights = merge_weights(shared.m[tid], m);
+        shared.a[tid] = weights.a;
+        shared.b[tid] = weights.b;
+        shared.m[tid] = weights.m;
+        join = kMerge;
+      } else if (exists) {
+        shared.m[tid] = m;
+      }
+      started = started || exists;
+      shared.join[tid] = join;
+    }
+  }
+  __device__ __forceinline__ float most_of(int i) const {
+    float m = shared.most[i][0];
+#pragma unroll
+    for (int r = 1; r < kRanks; ++r)
+      m = select(shared.most[i][r] > m, shared.most[i][r], m);
+    return m;
+  }
+
+  // o of this chunk for kEach queries and two dims, and how it comes to the piece.
+  template <int kEach>
+  __device__ __forceinline__ void weigh(int buffer) {
+    const Bounds bounds = shared.bounds[buffer];
+    const int pair = tid % kPairs, first = tid / kPairs * kEach;
+    if (first >= bounds.queries) return;
+    const T* values = shared.values + 2 * pair;
+    float o[kEach][2];
+#pragma unroll
+    for (int e = 0; e < kEach; ++e) o[e][0] = o[e][1] = 0.f;
+    const auto some = [&](int key) {  // four keys, of which a query may not see all
+      for (int j = key; j < key + 4; ++j) {
+        float v[2];
+        load_values(values + j * kValues, v);
+#pragma unroll
+        for (int e = 0; e < kEach; ++e) {
+          const Query& query = shared.query[buffer][first + e];
+          const float p = shared.p[first + e][j];
+          const bool visible = j >= query.begin && j < query.end;
+#pragma unroll
+          for (int d = 0; d < 2; ++d) o[e][d] = select(visible, fma(p, v[d], o[e][d]), o[e][d]);
+        }
+      }
+    };
+    int key = bounds.begin / 4 * 4;
+    const int full = (bounds.common_begin + 3) / 4 * 4, full_end = bounds.common_end / 4 * 4;
+    for (; key < full && key < bounds.end; key += 4) some(key);
+#pragma unroll 2
+    for (; key < full_end; key += 4) {
+      float v[4][2];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) load_values(values + (key + j) * kValues, v[j]);
+#pragma unroll
+      for (int e = 0; e < kEach; ++e) {
+        float p[4];
+        load_values(&shared.p[first + e][key], p);
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+#pragma unroll
+          for (int d = 0; d < 2; ++d) o[e][d] = fma(p[j], v[j][d], o[e][d]);
+      }
+    }
+    for (; key < bounds.end; key += 4) some(key);
+#pragma unroll
+    for (int e = 0; e < kEach; ++e) {
+      if (first + e >= bounds.queries) break;
+      const int join = shared.join[first + e];
+      const float before = shared.a[first + e], now = shared.b[first + e];
+#pragma unroll
+      for (int d = 0; d < 2; ++d) {
+        if (join == kFirst) run[e][d] = o[e][d];
+        if (join == kMerge) run[e][d] = merge_value(run[e][d], before, o[e][d], now);
+      }
+    }
+  }
+  template <int kEach>
+  __device__ __forceinline__ void store(int buffer) {
+    const int pair = tid % kPairs, first = tid / kPairs * kEach;
+#pragma unroll
+    for (int e = 0; e < kEach; ++e) {
+      if (first + e >= shared.bounds[buffer].queries) break;
+      float* o = w.o + int64_t(shared.query[buffer][first + e].slot) * kHeadDim + rank * kValues;
+      reinterpret_cast<float2*>(o)[pair] = {run[e][0], run[e][1]};
+    }
+  }
+
+  // l of this block's queries, a warp each.
+  __device__ __forceinline__ void sum(int buffer, bool last) {
+    for (int i = warp * kRanks + rank; i < shared.bounds[buffer].queries; i += kWarps * kRanks) {
+      float low[4], high[4], acc[kPerLane];
+      load_values(&shared.p[i][kPerLane * lane], low);
+      load_values(&shared.p[i][kAccumulators + kPerLane * lane], high);
+      for (int j = 0; j < kPerLane; ++j) acc[j] = low[j] + high[j];
+      float l = gpu::fold_lanes(acc);
+      if (lane != 0) continue;
+      const int join = shared.join[i];
+      if (join == kNothing) l = shared.l[i];
+      if (join == kMerge) l = merge_value(shared.l[i], shared.a[i], l, shared.b[i]);
+      shared.l[i] = l;
+      if (last) w.ml[shared.query[buffer][i].slot] = {shared.m[i], l};
+    }
+  }
+
+  // body.operator()<queries of a thread that weighs>()
+  template <class Body>
+  static __device__ __forceinline__ void with_each(int queries, Body&& body) {
+    if (queries <= kGroups || kMostEach == 1) return body.template operator()<1>();
+    if constexpr (kMostEach > 1)
+      if (queries <= 2 * kGroups || kMostEach == 2) return body.template operator()<2>();
+    if constexpr (kMostEach > 2 && kQueries % 3 == 0)
+      if (queries <= 3 * kGroups || kMostEach == 3) return body.template operator()<3>();
+    if constexpr (kMostEach > 3) body.template operator()<kMostEach>();
+  }
+
+  __device__ __forceinline__ void work() {
+    if (warp == 0) count_items();
+    __syncthreads();
+    if (tid == 0) {
+      find(shared.place[0], 0, int(blockIdx.x) / kRanks);
+      find_next(shared.place[0], shared.place[1]);
+    }
+    __syncthreads();
+    if (!shared.place[0].there) return;
+    cluster_arrive();  // nobody writes into a block that has not begun
+    prepare(shared.place[0], 0);
+    __syncthreads();
+    stage_keys(shared.place[0], 0);
+    end_copies();
+    stage_values(shared.place[0], 0);
+    end_copies();
+    cluster_wait();
+    bool started = false;  // of query tid: its piece has a chunk
+    for (int at = 0, buffer = 0;; buffer ^= 1) {
+      const Place& now = shared.place[at];
+      at = at == 2 ? 0 : at + 1;
+      const Place& next = shared.place[at];
+      const bool fresh = now.chunk == now.begin, last = now.chunk + 1 == now.end;
+      const bool more = next.there;
+      if (fresh) load_queries(buffer);
+      wait_copies<1>();
+      __syncthreads();
+      score(buffer);
+      if (more) prepare(next, buffer ^ 1);
+      __syncthreads();
+      if (more) stage_keys(next, buffer ^ 1);
+      end_copies();
+      soften(buffer, fresh, started);
+      wait_copies<1>();
+      cluster_arrive();
+      cluster_wait();
+      if (more && tid == kThreads - 1) find_next(next, shared.place[at == 2 ? 0 : at + 1]);
+      with_each(shared.bounds[buffer].queries, [&]<int kEach>() {
+        weigh<kEach>(buffer);
+        if (last) store<kEach>(buffer);
+      });
+      sum(buffer, last);
+      if (!more) return;
+      __syncthreads();
+      stage_values(next, buffer ^ 1);
+      end_copies();
+    }
+  }
+};
+
+template <class A>
+__global__ void __launch_bounds__(A::kThreads, A::kResident) attend_pieces(const __grid_constant__ AttentionView a,
+                                                               const __grid_constant__
+                                                               AttentionPieces w) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  extern __shared__ __align__(16) unsigned char memory[];
+  gpu::wait_for_earlier();
+  gpu::let_next_begin();
+  A(a, w, *reinterpret_cast<typename A::Shared*>(memory)).work();
+#endif
+}
+
+}  // namespace dflash::cuda
