@@ -4,18 +4,21 @@
 
 namespace dflash {
 
-struct KeyRange {
-  int64_t begin, end;  // empty: end == begin
+template <class Int>
+struct Keys {
+  Int begin, end;  // empty: end == begin
 };
+using KeyRange = Keys<int64_t>;
 
 // Keys 0 .. length - 1 exist. window 0: none; otherwise the query itself counts, and without
-// causality the window also ends at query + window - 1.
-DFLASH_HD KeyRange visible_keys(int64_t query, int64_t length, int64_t window, bool causal) {
-  const int64_t first = window > 0 ? query - window + 1 : 0;
-  int64_t end = length;
+// causality the window also ends at query + window - 1. query + window must be an Int.
+template <class Int>
+DFLASH_HD Keys<Int> visible_keys(Int query, Int length, Int window, bool causal) {
+  const Int first = window > 0 ? query - window + 1 : 0;
+  Int end = length;
   if (causal && query + 1 < end) end = query + 1;
   if (!causal && window > 0 && query + window < end) end = query + window;
-  const int64_t begin = first > 0 ? first : 0;
+  const Int begin = first > 0 ? first : 0;
   return {begin, end > begin ? end : begin};
 }
 

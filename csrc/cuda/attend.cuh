@@ -34,7 +34,8 @@ __device__ void load_values(const T* p, float (&x)[2]) {
   x[0] = to_float(T{uint16_t(v)}), x[1] = to_float(T{uint16_t(v >> 16)});
 }
 
-// kRanks: blocks of a cluster; kResident: blocks of a multiprocessor. kQueries: queries of a cluster; kTile: of a warp that scores, even.
+// kRanks: blocks of a cluster; kResident: blocks of a multiprocessor. kQueries: queries of a
+// cluster; kTile: of a warp that scores, even.
 template <class Element, int kDims, int kBlocks, int kWarpsOfBlock, int kMostQueries, int kTileSize,
           int kKeysOfTile, int kBlocksOfUnit>
 struct Attend {
@@ -42,17 +43,17 @@ struct Attend {
   static constexpr int kHeadDim = kDims, kRanks = kBlocks, kWarps = kWarpsOfBlock;
   static constexpr int kQueries = kMostQueries, kTile = kTileSize, kResident = kBlocksOfUnit;
   static constexpr int kThreads = kWarps * kLanes;
-  static constexpr int kKeys = kChunkKeys / kRanks;    // scored by a block
-  static constexpr int kValues = kHeadDim / kRanks;    // dims weighed by a block
-  static constexpr int kKeyTile = kKeysOfTile;         // keys of a warp that scores
+  static constexpr int kKeys = kChunkKeys / kRanks;  // scored by a block
+  static constexpr int kValues = kHeadDim / kRanks;  // dims weighed by a block
+  static constexpr int kKeyTile = kKeysOfTile;       // keys of a warp that scores
   static constexpr int kSteps = kHeadDim / kAccumulators;
-  static constexpr int kPairs = kValues / 2;           // threads that weigh for the same queries
-  static constexpr int kGroups = kThreads / kPairs;    // of such threads
+  static constexpr int kPairs = kValues / 2;         // threads that weigh for the same queries
+  static constexpr int kGroups = kThreads / kPairs;  // of such threads
   static constexpr int kMostEach = ceil_div(kQueries, kGroups);
-  static constexpr int kQuads = kKeys / 4;             // threads that soften the same query
-  static constexpr int kSoft = kThreads / kQuads;      // queries softened at a time
+  static constexpr int kQuads = kKeys / 4;         // threads that soften the same query
+  static constexpr int kSoft = kThreads / kQuads;  // queries softened at a time
   static constexpr int kRounds = ceil_div(kQueries, kSoft);
-  static constexpr int kPiece = 16 / int(sizeof(T));   // values of a copy
+  static constexpr int kPiece = 16 / int(sizeof(T));  // values of a copy
   static_assert(kHeadDim % kAccumulators == 0 && kTile % 2 == 0);
   static_assert(kKeys % kKeyTile == 0 && kValues % kPiece == 0 && kQueries % kTile == 0);
   static_assert(kQueries / kTile <= kWarps && kQueries <= kThreads);
@@ -80,18 +81,18 @@ struct Attend {
   struct Shared {
     T keys[kKeys * kHeadDim];
     T values[kChunkKeys * kValues];
-    float score[kQueries][kKeys + 8];           // 8: two queries' scores in other banks
+    float score[kQueries][kKeys + 8];  // 8: two queries' scores in other banks
     float p[kQueries][kChunkKeys + 4];
-    float most[kQueries][kRanks];               // of each block's scores
-    float m[kQueries], l[kQueries];             // of the piece so far
-    float a[kQueries], b[kQueries];             // weights of the piece so far and of the chunk
-    int join[kQueries];                         // how the chunk comes to its piece
+    float most[kQueries][kRanks];    // of each block's scores
+    float m[kQueries], l[kQueries];  // of the piece so far
+    float a[kQueries], b[kQueries];  // weights of the piece so far and of the chunk
+    int join[kQueries];              // how the chunk comes to its piece
     Query query[2][kQueries];
     Bounds bounds[2];
-    int row_of_key[2][kChunkKeys];              // of the cache
+    int row_of_key[2][kChunkKeys];                    // of the cache
     int items[kMostSequences], base[kMostSequences];  // up to and with, in front of a sequence
     int chunks;
-    Place place[3];                             // now, next, and the one behind
+    Place place[3];  // now, next, and the one behind
   };
   enum Join { kNothing, kFirst, kMerge };
   enum { kNotThere = -1, kBadPage = -2 };  // in row_of_key
@@ -105,7 +106,8 @@ struct Attend {
   float q[kTile][kSteps * kPerLane];
   float run[kMostEach][2];  // o of the piece so far
 
-  __device__ __forceinline__ Attend(const AttentionView& a, const AttentionPieces& w, Shared& shared)
+  __device__ __forceinline__ Attend(const AttentionView& a, const AttentionPieces& w,
+                                    Shared& shared)
       : a(a), w(w), shared(shared) {}
 
   // By one warp: how many items the sequences up to each have, and where its slots begin.
@@ -115,7 +117,7 @@ struct Attend {
     for (int64_t from = 0; from < a.sequences; from += kLanes) {
       int own_items = 0, own_base = 0;
       if (from + lane < a.sequences) {
-        const SequenceKeys keys = sequence_keys(a, from + lane);
+        const SequenceKeys keys = sequence_keys(a, w, from + lane);
         const int pieces = keys.pieces(chunks);
         own_items = pieces * ceil_div(keys.rows * group, kQueries) * int(a.kv_heads);
         own_base = pieces * keys.rows;
@@ -126,14 +128,13 @@ struct Attend {
         const int b = gpu::from_lane(upto_base, (lane - step) & 31);
         if (lane >= step) upto_items += i, upto_base += b;
       }
-      if (from + lane < a.sequences) {
-        shared.items[from + lane] = items + upto_items;
-        shared.base[from + lane] = base + upto_base - own_base;
-      }
+      const bool there = from + lane < a.sequences;
+      store_if(there, shared.items + from + lane, items + upto_items);
+      store_if(there, shared.base + from + lane, base + upto_base - own_base);
       items += gpu::from_lane(upto_items, kLanes - 1);
       base += gpu::from_lane(upto_base, kLanes - 1);
     }
-    if (lane == 0) shared.chunks = chunks;
+    store_if(lane == 0, &shared.chunks, chunks);
   }
 
   __device__ __forceinline__ void find(Place& place, int sequence, int item) const {
@@ -143,7 +144,7 @@ struct Attend {
     place.sequence = s;
     place.there = s < a.sequences;
     if (!place.there) return;
-    const SequenceKeys keys = sequence_keys(a, s);
+    const SequenceKeys keys = sequence_keys(a, w, s);
     const int parts = ceil_div(keys.rows * group, kQueries), heads = int(a.kv_heads);
     int rest = item - (s == 0 ? 0 : shared.items[s - 1]);
     place.part = rest % parts;
@@ -167,30 +168,27 @@ struct Attend {
   }
 
   // Keys of the place's chunk that a row of its sequence sees.
-  __device__ __forceinline__ int2 seen(const Place& place, int row) const {
-    const KeyRange all = visible_keys(place.keys.length - place.keys.rows + row,
-                                      place.keys.length, a.window, a.causal);
+  __device__ __forceinline__ Keys<int> seen(const Place& place, int row) const {
+    const Keys<int> all = place.keys.seen(a, w, row);
     const int origin = place.chunk * kChunkKeys;
-    const int begin = int(all.begin) - origin, end = int(all.end) - origin;
-    return {begin < 0 ? 0 : begin > kChunkKeys ? kChunkKeys : begin,
-            end < 0 ? 0 : end > kChunkKeys ? kChunkKeys : end};
+    return {min(max(all.begin - origin, 0), kChunkKeys), min(max(all.end - origin, 0), kChunkKeys)};
   }
 
   __device__ __forceinline__ void prepare(const Place& place, int buffer) {
     const int left = place.keys.rows * group - place.part * kQueries;
     const int queries = left < kQueries ? left : kQueries, first = place.part * kQueries;
-    const int2 top = seen(place, first / group);
-    const int2 bottom = seen(place, (first + queries - 1) / group);
+    const Keys<int> top = seen(place, first / group);
+    const Keys<int> bottom = seen(place, (first + queries - 1) / group);
     if (tid == 0)
-      shared.bounds[buffer] = {queries, top.x, bottom.y, bottom.x,
-                               top.y > bottom.x ? top.y : bottom.x};
+      shared.bounds[buffer] = {queries, top.begin, bottom.end, bottom.begin,
+                               max(top.end, bottom.begin)};
     for (int i = tid; i < kQueries; i += kThreads) {
       Query query = {-1, 0, 0, 0};
       if (i < queries) {
         const int row = (first + i) / group, head = place.kv_head * group + (first + i) % group;
-        const int2 keys = seen(place, row);
+        const Keys<int> keys = seen(place, row);
         query = {(place.keys.row + row) * int(a.heads) + head,
-                 (place.slot + row) * int(a.heads) + head, keys.x, keys.y};
+                 (place.slot + row) * int(a.heads) + head, keys.begin, keys.end};
       }
       shared.query[buffer][i] = query;
     }
@@ -198,7 +196,7 @@ struct Attend {
     const unsigned size = unsigned(a.page_size);
     for (int key = tid; key < kChunkKeys; key += kThreads) {
       int at = kNotThere;
-      if (key >= top.x && key < bottom.y) {
+      if (key >= top.begin && key < bottom.end) {
         const unsigned position = unsigned(place.chunk * kChunkKeys + key);
         const int page = table[position / size];
         at = page < 0 || page >= a.pages ? kBadPage : page * int(size) + int(position % size);
@@ -253,8 +251,8 @@ struct Attend {
       for (int step = 0; step < kSteps; ++step) {
         float4 v = {0.f, 0.f, 0.f, 0.f};
         if (at >= 0)
-          v = *reinterpret_cast<const float4*>(a.q + int64_t(at) * kHeadDim +
-                                               step * kAccumulators + kPerLane * lane);
+          v = *reinterpret_cast<const float4*>(a.q + int64_t(at) * kHeadDim + step * kAccumulators +
+                                               kPerLane * lane);
         q[t][4 * step] = v.x, q[t][4 * step + 1] = v.y;
         q[t][4 * step + 2] = v.z, q[t][4 * step + 3] = v.w;
       }
@@ -300,8 +298,9 @@ struct Attend {
           for (int j = 0; j < half; ++j)
             v[t][j] = v[t][j] + gpu::exchange(v[t][j + half], kLast * half);
         const float sum = gpu::sum_lanes(v[t][0], kLast);
-        if (lane % kLast == 0)
-          shared.score[mine.tile * kTile + 2 * t + (lane >> 4)][key + turned] = mul(sum, a.scale);
+        store_if(lane % kLast == 0,
+                 &shared.score[mine.tile * kTile + 2 * t + (lane >> 4)][key + turned],
+                 mul(sum, a.scale));
       }
     }
   }
@@ -325,8 +324,8 @@ struct Attend {
         if (e >= keys[r].x && e < keys[r].y) most = select(s[r][e] > most, s[r][e], most);
       }
       most = gpu::max_lanes(most, kQuads);
-      if (quad < kRanks && r * kSoft + slot < queries)
-        store_in(address_in(&shared.most[i][rank], quad), most);
+      store_in_if(quad < kRanks && r * kSoft + slot < queries,
+                  address_in(&shared.most[i][rank], quad % kRanks), most);
     }
     cluster_arrive();
     cluster_wait();
@@ -337,8 +336,7 @@ struct Attend {
       const float m = most_of(i);
       float p[4];
 #pragma unroll
-      for (int e = 0; e < 4; ++e)
-        p[e] = e >= keys[r].x && e < keys[r].y ? exp(s[r][e] - m) : 0.f;
+      for (int e = 0; e < 4; ++e) p[e] = e >= keys[r].x && e < keys[r].y ? exp(s[r][e] - m) : 0.f;
 #pragma unroll
       for (int other = 0; other < kRanks; ++other)
         store_in(address_in(&shared.p[i][key], other), float4{p[0], p[1], p[2], p[3]});
@@ -364,8 +362,7 @@ struct Attend {
   __device__ __forceinline__ float most_of(int i) const {
     float m = shared.most[i][0];
 #pragma unroll
-    for (int r = 1; r < kRanks; ++r)
-      m = select(shared.most[i][r] > m, shared.most[i][r], m);
+    for (int r = 1; r < kRanks; ++r) m = select(shared.most[i][r] > m, shared.most[i][r], m);
     return m;
   }
 
@@ -443,12 +440,13 @@ struct Attend {
       load_values(&shared.p[i][kAccumulators + kPerLane * lane], high);
       for (int j = 0; j < kPerLane; ++j) acc[j] = low[j] + high[j];
       float l = gpu::fold_lanes(acc);
-      if (lane != 0) continue;
       const int join = shared.join[i];
       if (join == kNothing) l = shared.l[i];
       if (join == kMerge) l = merge_value(shared.l[i], shared.a[i], l, shared.b[i]);
-      shared.l[i] = l;
-      if (last) w.ml[shared.query[buffer][i].slot] = {shared.m[i], l};
+      store_if(lane == 0, &shared.l[i], l);
+      float2* ml = w.ml + shared.query[buffer][i].slot;
+      store_if(lane == 0 && last, &ml->x, shared.m[i]);
+      store_if(lane == 0 && last, &ml->y, l);
     }
   }
 
@@ -466,61 +464,58 @@ struct Attend {
   __device__ __forceinline__ void work() {
     if (warp == 0) count_items();
     __syncthreads();
-    if (tid == 0) {
-      find(shared.place[0], 0, int(blockIdx.x) / kRanks);
-      find_next(shared.place[0], shared.place[1]);
-    }
+    if (tid == 0) find(shared.place[0], 0, int(blockIdx.x) / kRanks);
     __syncthreads();
     if (!shared.place[0].there) return;
-    cluster_arrive();  // nobody writes into a block that has not begun
-    prepare(shared.place[0], 0);
-    __syncthreads();
-    stage_keys(shared.place[0], 0);
-    end_copies();
-    stage_values(shared.place[0], 0);
-    end_copies();
-    cluster_wait();
+    cluster_arrive();      // nobody writes into a block that has not begun
     bool started = false;  // of query tid: its piece has a chunk
-    for (int at = 0, buffer = 0;; buffer ^= 1) {
+    bool any = false;      // there is a place now; at first there is a next one only
+    for (int at = 2, buffer = 1;; buffer ^= 1) {
       const Place& now = shared.place[at];
       at = at == 2 ? 0 : at + 1;
       const Place& next = shared.place[at];
-      const bool fresh = now.chunk == now.begin, last = now.chunk + 1 == now.end;
       const bool more = next.there;
-      if (fresh) load_queries(buffer);
-      wait_copies<1>();
-      __syncthreads();
-      score(buffer);
+      const bool fresh = any && now.chunk == now.begin, last = any && now.chunk + 1 == now.end;
+      if (any) {
+        if (fresh) load_queries(buffer);
+        wait_copies<1>();
+        __syncthreads();
+        score(buffer);
+      }
       if (more) prepare(next, buffer ^ 1);
       __syncthreads();
       if (more) stage_keys(next, buffer ^ 1);
       end_copies();
-      soften(buffer, fresh, started);
-      wait_copies<1>();
-      cluster_arrive();
+      if (any) {
+        soften(buffer, fresh, started);
+        wait_copies<1>();
+        cluster_arrive();
+      }
       cluster_wait();
       if (more && tid == kThreads - 1) find_next(next, shared.place[at == 2 ? 0 : at + 1]);
-      with_each(shared.bounds[buffer].queries, [&]<int kEach>() {
-        weigh<kEach>(buffer);
-        if (last) store<kEach>(buffer);
-      });
-      sum(buffer, last);
+      if (any) {
+        with_each(shared.bounds[buffer].queries, [&]<int kEach>() {
+          weigh<kEach>(buffer);
+          if (last) store<kEach>(buffer);
+        });
+        sum(buffer, last);
+      }
       if (!more) return;
       __syncthreads();
       stage_values(next, buffer ^ 1);
       end_copies();
+      any = true;
     }
   }
 };
 
 template <class A>
-__global__ void __launch_bounds__(A::kThreads, A::kResident) attend_pieces(const __grid_constant__ AttentionView a,
-                                                               const __grid_constant__
-                                                               AttentionPieces w) {
+__global__ void __launch_bounds__(A::kThreads, A::kResident)
+    attend_pieces(const __grid_constant__ AttentionView a,
+                  const __grid_constant__ AttentionPieces w) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   extern __shared__ __align__(16) unsigned char memory[];
-  gpu::wait_for_earlier();
-  gpu::let_next_begin();
+  gpu::start();
   A(a, w, *reinterpret_cast<typename A::Shared*>(memory)).work();
 #endif
 }

@@ -63,8 +63,9 @@ bool attend(const Call& call, const Tensor& like, Tensor& out) {
   const int64_t spans = ceil_div<int64_t>(plan.capacity(), kSpanKeys);
   AttentionPieces pieces{};
   pieces.most_chunks = 512;  // 12 MB of pieces for 24 heads of 256
-  const int64_t slots =
-      plan.heads * plan.rows * std::max(spans, std::min(chunks, pieces.most_chunks / plan.rows));
+  pieces.window = int(std::min<int64_t>(plan.window, kMostKeys));
+  const int64_t slots = plan.heads * plan.rows *
+                        std::max(spans, std::min<int64_t>(chunks, pieces.most_chunks / plan.rows));
   if (slots > kMost) return false;
   Tensor o = new_empty(like, {slots, plan.head_dim}, ScalarType::Float);
   Tensor ml = new_empty(like, {slots, 2}, ScalarType::Float);
@@ -74,8 +75,8 @@ bool attend(const Call& call, const Tensor& like, Tensor& out) {
   const int64_t parts = plan.rows * plan.heads / plan.kv_heads / A::kQueries + plan.sequences;
   const int64_t items = std::max<int64_t>(1, chunks) * parts * plan.kv_heads;
   const dim3 grid(unsigned(std::min(resident, items) * A::kRanks));
-  launch_cluster(attend_pieces<A>, A::kRanks, grid, dim3(A::kThreads),
-                 sizeof(typename A::Shared), call.launch.stream, call.view, pieces);
+  launch_cluster(attend_pieces<A>, A::kRanks, grid, dim3(A::kThreads), sizeof(typename A::Shared),
+                 call.launch.stream, call.view, pieces);
 
   const dim3 merge_grid(unsigned(plan.rows),
                         unsigned(ceil_div<int64_t>(plan.heads * plan.head_dim, kActGroup)));
@@ -101,14 +102,16 @@ bool attend_in_pieces(const Call& call, FloatType type, const Tensor& like, Tens
   const AttentionPlan& plan = call.plan;
   const gpu::AttentionView& view = call.view;
   if (plan.head_dim != 128 && plan.head_dim != 256) return false;
-  if (plan.sequences > kMostSequences || plan.capacity() > kMost ||
-      plan.pages * plan.page_size > kMost || plan.kv_heads * plan.head_dim > kMost || plan.rows * plan.heads > kMost)
+  if (plan.sequences > kMostSequences || plan.capacity() > kMostKeys ||
+      plan.pages * plan.page_size > kMost || plan.kv_heads * plan.head_dim > kMost ||
+      plan.rows * plan.heads > kMost)
     return false;
   if (!aligned(view.q) || !aligned(view.k) || !aligned(view.v)) return false;
   bool done = false;
   with_type(type, [&]<class T>() {
     if (plan.head_dim == 256)
-      done = attend<Attend<T, 256, sizeof(T) == 4 ? 8 : 4, 8, 24, 6, 8, 2>>(call, like, out);
+      done = attend<Attend<T, 256, sizeof(T) == 4 ? 8 : 4, 8, 24, 6, sizeof(T) == 4 ? 4 : 8, 2>>(
+          call, like, out);
     else
       done = attend<Attend<T, 128, 4, 8, 32, 8, 4, 2>>(call, like, out);
   });

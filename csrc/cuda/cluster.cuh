@@ -37,6 +37,16 @@ __device__ inline void cluster_wait() {
 #endif
 }
 
+// What follows an exchange between lanes is stored under a predicate, not a branch: ptxas would
+// copy the exchange into both sides of it, and there the lanes wait for each other every time.
+template <class T>
+__device__ void store_if(bool really, T* at, T value) {
+  static_assert(sizeof(T) == 4);
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %0, 0;\n@p st.b32 [%1], %2;\n}" ::"r"(int(really)),
+               "l"(at), "r"(bit_cast<uint32_t>(value))
+               : "memory");
+}
+
 // The address of `shared` in block `rank` of the cluster.
 __device__ inline uint32_t address_in(const void* shared, int rank) {
   uint32_t at = shared_address(shared);
@@ -45,9 +55,13 @@ __device__ inline uint32_t address_in(const void* shared, int rank) {
 #endif
   return at;
 }
-__device__ inline void store_in(uint32_t at, float value) {
+__device__ inline void store_in_if(bool really, uint32_t at, float value) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(at), "f"(value) : "memory");
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %0, 0;\n@p st.shared::cluster.f32 [%1], %2;\n}" ::"r"(
+          int(really)),
+      "r"(at), "f"(value)
+      : "memory");
 #endif
 }
 __device__ inline void store_in(uint32_t at, float4 v) {

@@ -14,23 +14,24 @@ __global__ void dequantize(const uint8_t* packed,  // [count / kElems quants]
   if (n < count) out[n] = decode<F>(packed + n / F::kElems * F::kBytes, int(n % F::kElems));
 }
 
-// An id outside the table gives a NaN row: the host must not read ids to check them.
+// An id outside the table gives a NaN row: the host must not read ids to check them. A row's blocks
+// stand in y.
 template <class F>
 __global__ void embed_rows(const uint8_t* packed,  // [rows, columns / kElems quants]
-                           const int64_t* ids,     // [count / columns]
-                           float* out,             // [count / columns, columns]
-                           int64_t rows, int64_t columns, int64_t count, float scale) {
+                           const int64_t* ids,     // [gridDim.x]
+                           float* out,             // [gridDim.x, columns]
+                           int64_t rows, int64_t columns, float scale) {
   start();
-  const int64_t n = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (n >= count) return;
-  const int64_t row = ids[n / columns];
+  const int64_t column = int64_t(blockIdx.y) * blockDim.x + threadIdx.x;
+  if (column >= columns) return;
+  float* to = out + blockIdx.x * columns + column;
+  const int64_t row = ids[blockIdx.x];
   if (row < 0 || row >= rows) {
-    out[n] = bit_cast<float>(0x7fc00000u);
+    *to = no_answer();
     return;
   }
-  const int64_t quant = row * (columns / F::kElems) + n % columns / F::kElems;
-  // a row is whole quants, so n and n % columns agree modulo kElems
-  out[n] = mul(decode<F>(packed + quant * F::kBytes, int(n % F::kElems)), scale);
+  const int64_t quant = row * (columns / F::kElems) + column / F::kElems;
+  *to = mul(decode<F>(packed + quant * F::kBytes, int(column % F::kElems)), scale);
 }
 
 }  // namespace dflash::gpu
