@@ -138,24 +138,29 @@ def _attention(
     )
 
 
-@independent
-def block_attention(device: torch.device, rows: list[int], keep: int) -> Tensor:
+def _one_of_many(device: torch.device, rows: list[int], keep: int, dim: int) -> Tensor:
     """A sequence a row, of 1 to 1400 keys, in pages of 16."""
     length = [1 + 97 * r % 1400 for r in range(TOTAL)]
     pages = -(-max(length) // 16)
-    caches = random(0, 2, TOTAL, pages * 16, 1, 64).clone()
+    caches = random(0, 2, TOTAL, pages * 16, 1, dim).clone()
     caches[:, [r for r in range(TOTAL) if r != keep]] = torch.nan
     caches[:, keep, length[keep] :] = torch.nan
     table = torch.arange(TOTAL * pages, dtype=torch.int32).view(TOTAL, pages)[rows]
     out = _attention(
-        poisoned(random(1, TOTAL, 4, 64), rows, keep, device),
-        caches.view(2, TOTAL * pages, 16, 1, 64).to(device),
+        poisoned(random(1, TOTAL, 4, dim), rows, keep, device),
+        caches.view(2, TOTAL * pages, 16, 1, dim).to(device),
         table.to(device),
         ints(*(length[r] for r in rows), device=device),
         starts([1] * len(rows), device),
         0,
     )
     return out[rows.index(keep)]
+
+
+@independent
+def block_attention(device: torch.device, rows: list[int], keep: int) -> tuple[Tensor, ...]:
+    """The kernel for any head_dim, and those for 128 and 256."""
+    return tuple(_one_of_many(device, rows, keep, dim) for dim in (64, 128, 256))
 
 
 @independent
@@ -241,9 +246,9 @@ def block_against_single_rows(device: torch.device) -> Iterator[tuple[str, Any, 
     yield "ssm_conv_step", whole, torch.cat(rows)
 
     committed = 1000
-    caches = random(3, 2, 1, committed + count, 1, 64).to(device)
-    q, table = random(4, count, 4, 64).to(device), ints([0], device=device)
-    for width in (0, 300):
+    for dim, width in ((64, 0), (64, 300), (128, 300), (256, 0), (256, 300)):
+        caches = random(3, 2, 1, committed + count, 1, dim).to(device)
+        q, table = random(4, count, 4, dim).to(device), ints([0], device=device)
         length = ints(committed + count, device=device)
         whole = _attention(q, caches, table, length, starts([count], device), width)
         rows = [
@@ -257,4 +262,4 @@ def block_against_single_rows(device: torch.device) -> Iterator[tuple[str, Any, 
             )
             for t in range(count)
         ]
-        yield f"block_attention, window {width}", whole, torch.cat(rows)
+        yield f"block_attention of {dim}, window {width}", whole, torch.cat(rows)

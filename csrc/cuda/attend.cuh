@@ -37,7 +37,7 @@ __device__ void load_values(const T* p, float (&x)[2]) {
 // kRanks: blocks of a cluster; kResident: blocks of a multiprocessor. kQueries: queries of a
 // cluster; kTile: of a warp that scores, even.
 template <class Element, int kDims, int kBlocks, int kWarpsOfBlock, int kMostQueries, int kTileSize,
-          int kKeysOfTile, int kBlocksOfUnit>
+          int kKeysOfTile, int kQueriesEach, int kBlocksOfUnit>
 struct Attend {
   using T = Element;
   static constexpr int kHeadDim = kDims, kRanks = kBlocks, kWarps = kWarpsOfBlock;
@@ -47,9 +47,9 @@ struct Attend {
   static constexpr int kValues = kHeadDim / kRanks;  // dims weighed by a block
   static constexpr int kKeyTile = kKeysOfTile;       // keys of a warp that scores
   static constexpr int kSteps = kHeadDim / kAccumulators;
-  static constexpr int kPairs = kValues / 2;         // threads that weigh for the same queries
-  static constexpr int kGroups = kThreads / kPairs;  // of such threads
-  static constexpr int kMostEach = ceil_div(kQueries, kGroups);
+  static constexpr int kPagesEach = kChunkKeys / kThreads;
+  static constexpr int kMostEach = kQueriesEach;   // queries of a thread that weighs,
+  static constexpr int kMostWide = 4;              // and dims
   static constexpr int kQuads = kKeys / 4;         // threads that soften the same query
   static constexpr int kSoft = kThreads / kQuads;  // queries softened at a time
   static constexpr int kRounds = ceil_div(kQueries, kSoft);
@@ -58,7 +58,8 @@ struct Attend {
   static_assert(kKeys % kKeyTile == 0 && kValues % kPiece == 0 && kQueries % kTile == 0);
   static_assert(kQueries / kTile <= kWarps && kQueries <= kThreads);
   static_assert(kQueries % kMostEach == 0);
-  static_assert(kQuads <= kLanes && kQuads >= kRanks && kThreads % kPairs == 0);
+  static_assert(kQueries / kMostEach * (kValues / kMostWide) <= kThreads);
+  static_assert(kQuads <= kLanes && kQuads >= kRanks && kChunkKeys % kThreads == 0);
 
   struct Query {
     int at;          // row * heads + head, or -1
@@ -104,7 +105,7 @@ struct Attend {
   const int rank = int(blockIdx.x) % kRanks;
   const int group = int(a.heads / a.kv_heads);
   float q[kTile][kSteps * kPerLane];
-  float run[kMostEach][2];  // o of the piece so far
+  float run[kMostEach][kMostWide];  // o of the piece so far
 
   __device__ __forceinline__ Attend(const AttentionView& a, const AttentionPieces& w,
                                     Shared& shared)
@@ -174,7 +175,17 @@ struct Attend {
     return {min(max(all.begin - origin, 0), kChunkKeys), min(max(all.end - origin, 0), kChunkKeys)};
   }
 
-  __device__ __forceinline__ void prepare(const Place& place, int buffer) {
+  // The pages of a chunk's keys; those that do not exist are not looked up.
+  __device__ __forceinline__ void find_pages(const Place& place, int (&page)[kPagesEach]) const {
+    const int32_t* table = a.page_table + place.sequence * a.table_pages;
+    for (int i = 0; i < kPagesEach; ++i) {
+      const int position = place.chunk * kChunkKeys + tid + i * kThreads;
+      page[i] = position < place.keys.length ? table[position / int(a.page_size)] : 0;
+    }
+  }
+
+  __device__ __forceinline__ void prepare(const Place& place, int buffer,
+                                          const int (&page)[kPagesEach]) {
     const int left = place.keys.rows * group - place.part * kQueries;
     const int queries = left < kQueries ? left : kQueries, first = place.part * kQueries;
     const Keys<int> top = seen(place, first / group);
@@ -192,15 +203,13 @@ struct Attend {
       }
       shared.query[buffer][i] = query;
     }
-    const int32_t* table = a.page_table + place.sequence * a.table_pages;
-    const unsigned size = unsigned(a.page_size);
-    for (int key = tid; key < kChunkKeys; key += kThreads) {
+    for (int i = 0; i < kPagesEach; ++i) {
+      const int key = tid + i * kThreads, position = place.chunk * kChunkKeys + key;
       int at = kNotThere;
-      if (key >= top.begin && key < bottom.end) {
-        const unsigned position = unsigned(place.chunk * kChunkKeys + key);
-        const int page = table[position / size];
-        at = page < 0 || page >= a.pages ? kBadPage : page * int(size) + int(position % size);
-      }
+      if (key >= top.begin && key < bottom.end)
+        at = page[i] < 0 || page[i] >= a.pages
+                 ? kBadPage
+                 : page[i] * int(a.page_size) + position % int(a.page_size);
       shared.row_of_key[buffer][key] = at;
     }
   }
@@ -366,27 +375,31 @@ struct Attend {
     return m;
   }
 
-  // o of this chunk for kEach queries and two dims, and how it comes to the piece.
-  template <int kEach>
-  __device__ __forceinline__ void weigh(int buffer) {
+  // o of this chunk for kEach queries and kWide dims of a thread, and how it comes to the piece.
+  // What it reads of shared memory is what this takes, so threads have many of both.
+  template <int kEach, int kWide>
+  __device__ __forceinline__ void weigh(int buffer, bool last) {
     const Bounds bounds = shared.bounds[buffer];
-    const int pair = tid % kPairs, first = tid / kPairs * kEach;
+    constexpr int kSame = kValues / kWide;  // threads of the same queries
+    const int dim = tid % kSame * kWide, first = tid / kSame * kEach;
     if (first >= bounds.queries) return;
-    const T* values = shared.values + 2 * pair;
-    float o[kEach][2];
+    const T* values = shared.values + dim;
+    float o[kEach][kWide];
 #pragma unroll
-    for (int e = 0; e < kEach; ++e) o[e][0] = o[e][1] = 0.f;
+    for (int e = 0; e < kEach; ++e)
+#pragma unroll
+      for (int d = 0; d < kWide; ++d) o[e][d] = 0.f;
     const auto some = [&](int key) {  // four keys, of which a query may not see all
       for (int j = key; j < key + 4; ++j) {
-        float v[2];
+        float v[kWide];
         load_values(values + j * kValues, v);
 #pragma unroll
         for (int e = 0; e < kEach; ++e) {
-          const Query& query = shared.query[buffer][first + e];
           const float p = shared.p[first + e][j];
-          const bool visible = j >= query.begin && j < query.end;
+          const bool visible =
+              j >= shared.query[buffer][first + e].begin && j < shared.query[buffer][first + e].end;
 #pragma unroll
-          for (int d = 0; d < 2; ++d) o[e][d] = select(visible, fma(p, v[d], o[e][d]), o[e][d]);
+          for (int d = 0; d < kWide; ++d) o[e][d] = select(visible, fma(p, v[d], o[e][d]), o[e][d]);
         }
       }
     };
@@ -395,7 +408,7 @@ struct Attend {
     for (; key < full && key < bounds.end; key += 4) some(key);
 #pragma unroll 2
     for (; key < full_end; key += 4) {
-      float v[4][2];
+      float v[4][kWide];
 #pragma unroll
       for (int j = 0; j < 4; ++j) load_values(values + (key + j) * kValues, v[j]);
 #pragma unroll
@@ -405,7 +418,7 @@ struct Attend {
 #pragma unroll
         for (int j = 0; j < 4; ++j)
 #pragma unroll
-          for (int d = 0; d < 2; ++d) o[e][d] = fma(p[j], v[j][d], o[e][d]);
+          for (int d = 0; d < kWide; ++d) o[e][d] = fma(p[j], v[j][d], o[e][d]);
       }
     }
     for (; key < bounds.end; key += 4) some(key);
@@ -415,21 +428,18 @@ struct Attend {
       const int join = shared.join[first + e];
       const float before = shared.a[first + e], now = shared.b[first + e];
 #pragma unroll
-      for (int d = 0; d < 2; ++d) {
+      for (int d = 0; d < kWide; ++d) {
         if (join == kFirst) run[e][d] = o[e][d];
         if (join == kMerge) run[e][d] = merge_value(run[e][d], before, o[e][d], now);
       }
+      if (last)
+        store_values(
+            w.o + int64_t(shared.query[buffer][first + e].slot) * kHeadDim + rank * kValues + dim,
+            run[e]);
     }
   }
-  template <int kEach>
-  __device__ __forceinline__ void store(int buffer) {
-    const int pair = tid % kPairs, first = tid / kPairs * kEach;
-#pragma unroll
-    for (int e = 0; e < kEach; ++e) {
-      if (first + e >= shared.bounds[buffer].queries) break;
-      float* o = w.o + int64_t(shared.query[buffer][first + e].slot) * kHeadDim + rank * kValues;
-      reinterpret_cast<float2*>(o)[pair] = {run[e][0], run[e][1]};
-    }
+  static __device__ __forceinline__ void store_values(float* to, const float (&x)[kMostWide]) {
+    *reinterpret_cast<float4*>(to) = {x[0], x[1], x[2], x[3]};
   }
 
   // l of this block's queries, a warp each.
@@ -450,15 +460,12 @@ struct Attend {
     }
   }
 
-  // body.operator()<queries of a thread that weighs>()
-  template <class Body>
-  static __device__ __forceinline__ void with_each(int queries, Body&& body) {
-    if (queries <= kGroups || kMostEach == 1) return body.template operator()<1>();
-    if constexpr (kMostEach > 1)
-      if (queries <= 2 * kGroups || kMostEach == 2) return body.template operator()<2>();
-    if constexpr (kMostEach > 2 && kQueries % 3 == 0)
-      if (queries <= 3 * kGroups || kMostEach == 3) return body.template operator()<3>();
-    if constexpr (kMostEach > 3) body.template operator()<kMostEach>();
+  __device__ __forceinline__ void weigh_all(int buffer, bool last) {
+    // few queries: a thread each, so that all threads have some
+    if (shared.bounds[buffer].queries <= kThreads / (kValues / kMostWide))
+      weigh<1, kMostWide>(buffer, last);
+    else
+      weigh<kMostEach, kMostWide>(buffer, last);
   }
 
   __device__ __forceinline__ void work() {
@@ -476,15 +483,19 @@ struct Attend {
       const Place& next = shared.place[at];
       const bool more = next.there;
       const bool fresh = any && now.chunk == now.begin, last = any && now.chunk + 1 == now.end;
+      int page[kPagesEach];
+      if (more) find_pages(next, page);
       if (any) {
-        if (fresh) load_queries(buffer);
         wait_copies<1>();
         __syncthreads();
         score(buffer);
       }
-      if (more) prepare(next, buffer ^ 1);
+      if (more) prepare(next, buffer ^ 1, page);
       __syncthreads();
-      if (more) stage_keys(next, buffer ^ 1);
+      if (more) {
+        stage_keys(next, buffer ^ 1);
+        if (next.chunk == next.begin) load_queries(buffer ^ 1);
+      }
       end_copies();
       if (any) {
         soften(buffer, fresh, started);
@@ -494,10 +505,7 @@ struct Attend {
       cluster_wait();
       if (more && tid == kThreads - 1) find_next(next, shared.place[at == 2 ? 0 : at + 1]);
       if (any) {
-        with_each(shared.bounds[buffer].queries, [&]<int kEach>() {
-          weigh<kEach>(buffer);
-          if (last) store<kEach>(buffer);
-        });
+        weigh_all(buffer, last);
         sum(buffer, last);
       }
       if (!more) return;

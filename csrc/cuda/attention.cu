@@ -110,10 +110,10 @@ bool attend_in_pieces(const Call& call, FloatType type, const Tensor& like, Tens
   bool done = false;
   with_type(type, [&]<class T>() {
     if (plan.head_dim == 256)
-      done = attend<Attend<T, 256, sizeof(T) == 4 ? 8 : 4, 8, 24, 6, sizeof(T) == 4 ? 4 : 8, 2>>(
+      done = attend<Attend<T, 256, sizeof(T) == 4 ? 8 : 4, 8, 24, 6, sizeof(T) == 4 ? 4 : 8, 3, 2>>(
           call, like, out);
     else
-      done = attend<Attend<T, 128, 4, 8, 32, 8, 4, 2>>(call, like, out);
+      done = attend<Attend<T, 128, 4, 8, 32, 8, 4, 4, 2>>(call, like, out);
   });
   return done;
 }

@@ -81,3 +81,11 @@ def block_attention(device: torch.device) -> Iterator[tuple[Any, ...]]:
     yield *args, 0.2, 0, False, None, rand(5, 6, 24), 0.5
     args = paged(device, [600], [2], dim=256, page_size=1, dtype=torch.float16)
     yield *args, 0.0625, 64, True, rand(2), rand(2, 2, 512)[..., :256]
+    # more than a span, more queries than a block of threads takes at once
+    args = paged(device, [1300, 0, 270], [9, 1, 3], heads=6, dim=256, dtype=torch.float16)
+    yield *args, 0.0625, 0, True, None, rand(13, 6, 512)[..., :256]
+    args = paged(
+        device, [1100, 70], [8, 2], heads=8, kv_heads=2, dim=128, page_size=7, dtype=torch.bfloat16
+    )
+    yield *args, 0.09, 300, False, rand(8)
+    yield *paged(device, [520], [5], heads=2, kv_heads=2, dim=256), 0.0625, 0, True
