@@ -107,13 +107,18 @@ bool attend_in_pieces(const Call& call, FloatType type, const Tensor& like, Tens
       plan.rows * plan.heads > kMost)
     return false;
   if (!aligned(view.q) || !aligned(view.k) || !aligned(view.v)) return false;
+  // Fewer blocks of a cluster share more of what they load and exchange; more of them have a
+  // short context of few queries done sooner.
+  const bool little =
+      plan.rows * plan.heads < 48 * plan.kv_heads && plan.capacity() <= 4 * kSpanKeys;
   bool done = false;
   with_type(type, [&]<class T>() {
-    if (plan.head_dim == 256)
-      done = attend<Attend<T, 256, sizeof(T) == 4 ? 8 : 4, 8, 24, 6, sizeof(T) == 4 ? 4 : 8, 3, 2>>(
-          call, like, out);
-    else
-      done = attend<Attend<T, 128, 4, 8, 32, 8, 4, 4, 2>>(call, like, out);
+    if (plan.head_dim == 128)
+      done = attend<Attend<T, 128, 2, 8, 32, 8, 4, 4, 1>>(call, like, out);
+    else if (sizeof(T) == 4 || little)
+      done = attend<Attend<T, 256, 4, 8, 24, 6, 8, 3, 1>>(call, like, out);
+    else if constexpr (sizeof(T) == 2)
+      done = attend<Attend<T, 256, 2, 8, 24, 6, 8, 3, 1>>(call, like, out);
   });
   return done;
 }

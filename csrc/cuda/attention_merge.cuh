@@ -21,7 +21,7 @@ struct MergeShared {
 
 // Group: what the row is packed as; float: not packed.
 template <int kHeadDim, class Group>
-__global__ void __launch_bounds__(kMergeThreads)
+__global__ void __launch_bounds__(kMergeThreads, 1)
     merge_pieces(AttentionView a, AttentionPieces w, Group* out) {
   constexpr int kHeads = kActGroup / kHeadDim;
   constexpr int kThreads = kHeadDim;  // of a head
