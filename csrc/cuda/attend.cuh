@@ -7,32 +7,10 @@
 // what a lane gives away is another query's or key's sum than what it keeps, so that each exchange
 // serves two sums. Which of them stands in which register depends on the lane, so nothing is moved.
 #pragma once
-#include "cuda/attention_pieces.cuh"
+#include "cuda/attend_items.cuh"
 #include "cuda/cluster.cuh"
 
 namespace dflash::cuda {
-
-constexpr int kMostSequences = 256;
-
-__device__ inline void load_values(const float* p, float (&x)[4]) {
-  const float4 v = *reinterpret_cast<const float4*>(p);
-  x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
-}
-__device__ inline void load_values(const float* p, float (&x)[2]) {
-  const float2 v = *reinterpret_cast<const float2*>(p);
-  x[0] = v.x, x[1] = v.y;
-}
-template <class T>
-__device__ void load_values(const T* p, float (&x)[4]) {
-  const uint2 v = *reinterpret_cast<const uint2*>(p);
-  x[0] = to_float(T{uint16_t(v.x)}), x[1] = to_float(T{uint16_t(v.x >> 16)});
-  x[2] = to_float(T{uint16_t(v.y)}), x[3] = to_float(T{uint16_t(v.y >> 16)});
-}
-template <class T>
-__device__ void load_values(const T* p, float (&x)[2]) {
-  const uint32_t v = *reinterpret_cast<const uint32_t*>(p);
-  x[0] = to_float(T{uint16_t(v)}), x[1] = to_float(T{uint16_t(v >> 16)});
-}
 
 // kRanks: blocks of a cluster; kResident: blocks of a multiprocessor. kQueries: queries of a
 // cluster; kTile: of a warp that scores, even.
@@ -53,32 +31,13 @@ struct Attend {
   static constexpr int kQuads = kKeys / 4;         // threads that soften the same query
   static constexpr int kSoft = kThreads / kQuads;  // queries softened at a time
   static constexpr int kRounds = ceil_div(kQueries, kSoft);
-  static constexpr int kPiece = 16 / int(sizeof(T));  // values of a copy
   static_assert(kHeadDim % kAccumulators == 0 && kTile % 2 == 0);
-  static_assert(kKeys % kKeyTile == 0 && kValues % kPiece == 0 && kQueries % kTile == 0);
+  static_assert(kKeys % kKeyTile == 0 && kValues % kMostWide == 0 && kQueries % kTile == 0);
   static_assert(kQueries / kTile <= kWarps && kQueries <= kThreads);
   static_assert(kQueries % kMostEach == 0);
   static_assert(kQueries / kMostEach * (kValues / kMostWide) <= kThreads);
   static_assert(kQuads <= kLanes && kQuads >= kRanks && kChunkKeys % kThreads == 0);
 
-  struct Query {
-    int at;          // row * heads + head, or -1
-    int slot;        // of its piece
-    int begin, end;  // keys it sees, counted from the chunk's first
-  };
-  struct Bounds {
-    int queries;
-    int begin, end;                // keys that some query sees
-    int common_begin, common_end;  // keys that all see
-  };
-  // What the cluster does next.
-  struct Place {
-    int item, sequence, part, kv_head;
-    int begin, end, chunk;  // of the piece, and which of its chunks
-    int slot;               // of the piece's first row, before heads are counted
-    bool there;
-    SequenceKeys keys;
-  };
   struct Shared {
     T keys[kKeys * kHeadDim];
     T values[kChunkKeys * kValues];
@@ -88,15 +47,12 @@ struct Attend {
     float m[kQueries], l[kQueries];  // of the piece so far
     float a[kQueries], b[kQueries];  // weights of the piece so far and of the chunk
     int join[kQueries];              // how the chunk comes to its piece
-    Query query[2][kQueries];
-    Bounds bounds[2];
-    int row_of_key[2][kChunkKeys];                    // of the cache
-    int items[kMostSequences], base[kMostSequences];  // up to and with, in front of a sequence
-    int chunks;
-    Place place[3];  // now, next, and the one behind
+    AttendQuery query[2][kQueries];
+    AttendBounds bounds[2];
+    int row_of_key[2][kChunkKeys];  // of the cache
+    AttendItems items;
   };
   enum Join { kNothing, kFirst, kMerge };
-  enum { kNotThere = -1, kBadPage = -2 };  // in row_of_key
 
   const AttentionView& a;
   const AttentionPieces& w;
@@ -111,134 +67,44 @@ struct Attend {
                                     Shared& shared)
       : a(a), w(w), shared(shared) {}
 
-  // By one warp: how many items the sequences up to each have, and where its slots begin.
-  __device__ __forceinline__ void count_items() {
-    const int chunks = chunks_of_piece(a, w);
-    int items = 0, base = 0;
-    for (int64_t from = 0; from < a.sequences; from += kLanes) {
-      int own_items = 0, own_base = 0;
-      if (from + lane < a.sequences) {
-        const SequenceKeys keys = sequence_keys(a, w, from + lane);
-        const int pieces = keys.pieces(chunks);
-        own_items = pieces * ceil_div(keys.rows * group, kQueries) * int(a.kv_heads);
-        own_base = pieces * keys.rows;
-      }
-      int upto_items = own_items, upto_base = own_base;
-      for (int step = 1; step < kLanes; step *= 2) {
-        const int i = gpu::from_lane(upto_items, (lane - step) & 31);
-        const int b = gpu::from_lane(upto_base, (lane - step) & 31);
-        if (lane >= step) upto_items += i, upto_base += b;
-      }
-      const bool there = from + lane < a.sequences;
-      store_if(there, shared.items + from + lane, items + upto_items);
-      store_if(there, shared.base + from + lane, base + upto_base - own_base);
-      items += gpu::from_lane(upto_items, kLanes - 1);
-      base += gpu::from_lane(upto_base, kLanes - 1);
-    }
-    store_if(lane == 0, &shared.chunks, chunks);
-  }
-
-  __device__ __forceinline__ void find(Place& place, int sequence, int item) const {
-    int s = sequence;
-    while (s < a.sequences && item >= shared.items[s]) ++s;
-    place.item = item;
-    place.sequence = s;
-    place.there = s < a.sequences;
-    if (!place.there) return;
-    const SequenceKeys keys = sequence_keys(a, w, s);
-    const int parts = ceil_div(keys.rows * group, kQueries), heads = int(a.kv_heads);
-    int rest = item - (s == 0 ? 0 : shared.items[s - 1]);
-    place.part = rest % parts;
-    rest /= parts;
-    place.kv_head = rest % heads;
-    rest /= heads;
-    const int first = (keys.first / shared.chunks + rest) * shared.chunks;
-    place.begin = place.chunk = first > keys.first ? first : keys.first;
-    place.end = first + shared.chunks < keys.end ? first + shared.chunks : keys.end;
-    place.slot = shared.base[s] + rest * keys.rows;
-    place.keys = keys;
-  }
-
-  __device__ __forceinline__ void find_next(const Place& place, Place& next) const {
-    if (place.there && place.chunk + 1 < place.end) {
-      next = place;
-      ++next.chunk;
-    } else {
-      find(next, place.sequence, place.item + int(gridDim.x) / kRanks);
-    }
-  }
-
-  // Keys of the place's chunk that a row of its sequence sees.
-  __device__ __forceinline__ Keys<int> seen(const Place& place, int row) const {
-    const Keys<int> all = place.keys.seen(a, w, row);
-    const int origin = place.chunk * kChunkKeys;
-    return {min(max(all.begin - origin, 0), kChunkKeys), min(max(all.end - origin, 0), kChunkKeys)};
-  }
-
-  // The pages of a chunk's keys; those that do not exist are not looked up.
-  __device__ __forceinline__ void find_pages(const Place& place, int (&page)[kPagesEach]) const {
-    const int32_t* table = a.page_table + place.sequence * a.table_pages;
-    for (int i = 0; i < kPagesEach; ++i) {
-      const int position = place.chunk * kChunkKeys + tid + i * kThreads;
-      page[i] = position < place.keys.length ? table[position / int(a.page_size)] : 0;
-    }
-  }
-
-  __device__ __forceinline__ void prepare(const Place& place, int buffer,
+  __device__ __forceinline__ void prepare(const AttendPlace& place, int buffer,
                                           const int (&page)[kPagesEach]) {
     const int left = place.keys.rows * group - place.part * kQueries;
     const int queries = left < kQueries ? left : kQueries, first = place.part * kQueries;
-    const Keys<int> top = seen(place, first / group);
-    const Keys<int> bottom = seen(place, (first + queries - 1) / group);
+    const Keys<int> top = place.seen(a, w, first / group);
+    const Keys<int> bottom = place.seen(a, w, (first + queries - 1) / group);
     if (tid == 0)
       shared.bounds[buffer] = {queries, top.begin, bottom.end, bottom.begin,
                                max(top.end, bottom.begin)};
     for (int i = tid; i < kQueries; i += kThreads) {
-      Query query = {-1, 0, 0, 0};
+      AttendQuery query = {-1, 0, 0, 0};
       if (i < queries) {
         const int row = (first + i) / group, head = place.kv_head * group + (first + i) % group;
-        const Keys<int> keys = seen(place, row);
+        const Keys<int> keys = place.seen(a, w, row);
         query = {(place.keys.row + row) * int(a.heads) + head,
                  (place.slot + row) * int(a.heads) + head, keys.begin, keys.end};
       }
       shared.query[buffer][i] = query;
     }
     for (int i = 0; i < kPagesEach; ++i) {
-      const int key = tid + i * kThreads, position = place.chunk * kChunkKeys + key;
-      int at = kNotThere;
-      if (key >= top.begin && key < bottom.end)
-        at = page[i] < 0 || page[i] >= a.pages
-                 ? kBadPage
-                 : page[i] * int(a.page_size) + position % int(a.page_size);
-      shared.row_of_key[buffer][key] = at;
+      const int key = tid + i * kThreads;
+      shared.row_of_key[buffer][key] =
+          key >= top.begin && key < bottom.end ? place.row_of(a, key, page[i]) : kNotThere;
     }
   }
 
-  // kCount keys from `first` on, kWidth of their dims from `dim` on. A page that is none is NaN.
-  template <int kCount, int kWidth>
-  __device__ __forceinline__ void stage(T* to, const void* cache, const Place& place, int buffer,
-                                        int first, int dim) {
-    constexpr int kPieces = kWidth / kPiece, kStep = kThreads / kPieces;
-    static_assert(kThreads % kPieces == 0 && kCount % kStep == 0);
-    const int key = tid / kPieces, piece = tid % kPieces * kPiece;
-    const int stride = int(a.kv_heads) * kHeadDim;
-    const T* from = static_cast<const T*>(cache) + (place.kv_head * kHeadDim + dim + piece);
-    const int* rows = shared.row_of_key[buffer] + first + key;
-    T* at = to + key * kWidth + piece;
-#pragma unroll
-    for (int i = 0; i < kCount; i += kStep) {
-      const int row = rows[i];
-      if (row >= 0) copy_16(at + i * kWidth, from + int64_t(row) * stride);
-      if (row == kBadPage)
-        *reinterpret_cast<uint4*>(at + i * kWidth) = {0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu,
-                                                      0x7fff7fffu};
-    }
+  static __device__ __forceinline__ const T* head_of(const void* cache, const AttendPlace& place) {
+    return static_cast<const T*>(cache) + place.kv_head * kHeadDim;
   }
-  __device__ __forceinline__ void stage_keys(const Place& place, int buffer) {
-    stage<kKeys, kHeadDim>(shared.keys, a.k, place, buffer, rank * kKeys, 0);
+  __device__ __forceinline__ void stage_keys(const AttendPlace& place, int buffer) {
+    copy_rows<kKeys, kHeadDim, kThreads>(shared.keys, head_of(a.k, place),
+                                         int(a.kv_heads) * kHeadDim,
+                                         shared.row_of_key[buffer] + rank * kKeys, tid);
   }
-  __device__ __forceinline__ void stage_values(const Place& place, int buffer) {
-    stage<kChunkKeys, kValues>(shared.values, a.v, place, buffer, 0, rank * kValues);
+  __device__ __forceinline__ void stage_values(const AttendPlace& place, int buffer) {
+    copy_rows<kChunkKeys, kValues, kThreads>(shared.values, head_of(a.v, place) + rank * kValues,
+                                             int(a.kv_heads) * kHeadDim, shared.row_of_key[buffer],
+                                             tid);
   }
 
   // Warps that score the same tile of queries share the keys.
@@ -269,7 +135,7 @@ struct Attend {
   }
 
   __device__ __forceinline__ void score(int buffer) {
-    const Bounds bounds = shared.bounds[buffer];
+    const AttendBounds bounds = shared.bounds[buffer];
     const Share mine = share(bounds.queries);
     if (mine.tile * kTile >= bounds.queries) return;
     const int begin = bounds.begin - rank * kKeys, end = bounds.end - rank * kKeys;
@@ -379,7 +245,7 @@ struct Attend {
   // What it reads of shared memory is what this takes, so threads have many of both.
   template <int kEach, int kWide>
   __device__ __forceinline__ void weigh(int buffer, bool last) {
-    const Bounds bounds = shared.bounds[buffer];
+    const AttendBounds bounds = shared.bounds[buffer];
     constexpr int kSame = kValues / kWide;  // threads of the same queries
     const int dim = tid % kSame * kWide, first = tid / kSame * kEach;
     if (first >= bounds.queries) return;
@@ -438,9 +304,6 @@ struct Attend {
             run[e]);
     }
   }
-  static __device__ __forceinline__ void store_values(float* to, const float (&x)[kMostWide]) {
-    *reinterpret_cast<float4*>(to) = {x[0], x[1], x[2], x[3]};
-  }
 
   // l of this block's queries, a warp each.
   __device__ __forceinline__ void sum(int buffer, bool last) {
@@ -469,22 +332,23 @@ struct Attend {
   }
 
   __device__ __forceinline__ void work() {
-    if (warp == 0) count_items();
+    AttendItems& items = shared.items;
+    if (warp == 0) items.count(a, w, kQueries);
     __syncthreads();
-    if (tid == 0) find(shared.place[0], 0, int(blockIdx.x) / kRanks);
+    if (tid == 0) items.find(a, w, kQueries, 0, int(blockIdx.x) / kRanks, items.place[0]);
     __syncthreads();
-    if (!shared.place[0].there) return;
+    if (!items.place[0].there) return;
     cluster_arrive();      // nobody writes into a block that has not begun
     bool started = false;  // of query tid: its piece has a chunk
     bool any = false;      // there is a place now; at first there is a next one only
     for (int at = 2, buffer = 1;; buffer ^= 1) {
-      const Place& now = shared.place[at];
+      const AttendPlace& now = shared.items.place[at];
       at = at == 2 ? 0 : at + 1;
-      const Place& next = shared.place[at];
+      const AttendPlace& next = shared.items.place[at];
       const bool more = next.there;
       const bool fresh = any && now.chunk == now.begin, last = any && now.chunk + 1 == now.end;
       int page[kPagesEach];
-      if (more) find_pages(next, page);
+      for (int i = 0; more && i < kPagesEach; ++i) page[i] = next.page_of(a, tid + i * kThreads);
       if (any) {
         wait_copies<1>();
         __syncthreads();
@@ -503,7 +367,8 @@ struct Attend {
         cluster_arrive();
       }
       cluster_wait();
-      if (more && tid == kThreads - 1) find_next(next, shared.place[at == 2 ? 0 : at + 1]);
+      if (more && tid == kThreads - 1)
+        items.find_next(a, w, kQueries, kRanks, next, items.place[at == 2 ? 0 : at + 1]);
       if (any) {
         weigh_all(buffer, last);
         sum(buffer, last);

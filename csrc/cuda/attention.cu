@@ -87,8 +87,8 @@ bool attend(const Call& call, const Tensor& like, Tensor& out) {
   if (call.act_mode == 0)
     merge(out.mutable_data_ptr<float>());
   else
-    with_group(call.act_mode,
-               [&]<class Group>() { merge(static_cast<Group*>(out.mutable_data_ptr())); });
+    gpu::with_gpu_group(call.act_mode,
+                        [&]<class Group>() { merge(static_cast<Group*>(out.mutable_data_ptr())); });
   return true;
 }
 

@@ -1,6 +1,6 @@
 // Shared memory filled beside the threads, and shared memory of the other blocks of a cluster.
 #pragma once
-#include "core/hd.h"
+#include "core/float_type.h"
 
 namespace dflash::cuda {
 
@@ -70,6 +70,52 @@ __device__ inline void store_in(uint32_t at, float4 v) {
                "f"(v.z), "f"(v.w)
                : "memory");
 #endif
+}
+
+// Rows of a cache that are none, and those of a page that is none.
+enum { kNotThere = -1, kBadPage = -2 };
+
+// kCount rows (of `from`, `stride` values apart, by their numbers), kWidth values of each. A page
+// that is none is NaN. By kThreads threads, of which this is `tid`.
+template <int kCount, int kWidth, int kThreads, class T>
+__device__ __forceinline__ void copy_rows(T* to, const T* from, int stride, const int* rows,
+                                          int tid) {
+  constexpr int kPiece = 16 / int(sizeof(T)), kPieces = kWidth / kPiece, kStep = kThreads / kPieces;
+  static_assert(kWidth % kPiece == 0 && kThreads % kPieces == 0 && kCount % kStep == 0);
+  const int first = tid / kPieces, piece = tid % kPieces * kPiece;
+  T* at = to + first * kWidth + piece;
+#pragma unroll
+  for (int i = 0; i < kCount; i += kStep) {
+    const int row = rows[first + i];
+    if (row >= 0) copy_16(at + i * kWidth, from + int64_t(row) * stride + piece);
+    if (row == kBadPage)
+      *reinterpret_cast<uint4*>(at + i * kWidth) = {0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu,
+                                                    0x7fff7fffu};
+  }
+}
+
+__device__ inline void load_values(const float* p, float (&x)[4]) {
+  const float4 v = *reinterpret_cast<const float4*>(p);
+  x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
+}
+__device__ inline void load_values(const float* p, float (&x)[2]) {
+  const float2 v = *reinterpret_cast<const float2*>(p);
+  x[0] = v.x, x[1] = v.y;
+}
+template <class T>
+__device__ void load_values(const T* p, float (&x)[4]) {
+  const uint2 v = *reinterpret_cast<const uint2*>(p);
+  x[0] = to_float(T{uint16_t(v.x)}), x[1] = to_float(T{uint16_t(v.x >> 16)});
+  x[2] = to_float(T{uint16_t(v.y)}), x[3] = to_float(T{uint16_t(v.y >> 16)});
+}
+template <class T>
+__device__ void load_values(const T* p, float (&x)[2]) {
+  const uint32_t v = *reinterpret_cast<const uint32_t*>(p);
+  x[0] = to_float(T{uint16_t(v)}), x[1] = to_float(T{uint16_t(v >> 16)});
+}
+
+__device__ inline void store_values(float* p, const float (&x)[4]) {
+  *reinterpret_cast<float4*>(p) = {x[0], x[1], x[2], x[3]};
 }
 
 }  // namespace dflash::cuda
