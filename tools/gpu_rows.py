@@ -180,8 +180,8 @@ def ssm_conv_step(device: torch.device, rows: list[int], keep: int) -> tuple[Ten
     return out[rows.index(keep)], state[keep + 1]
 
 
-def _layer(device: torch.device, rows: list[int], keep: int) -> tuple[DeltaLayer, Tensor]:
-    layer = DeltaLayer(TOTAL, device)
+def _layer(device: torch.device, rows: list[int], keep: int, dv: int) -> tuple[DeltaLayer, Tensor]:
+    layer = DeltaLayer(TOTAL, device, dv=dv)
     for name in ("mixed", "a", "b", "z"):
         values = layer.inputs[name].cpu()
         layer.inputs[name] = poisoned(values, list(range(TOTAL)), keep, device)
@@ -189,17 +189,15 @@ def _layer(device: torch.device, rows: list[int], keep: int) -> tuple[DeltaLayer
     return layer, poisoned(state, list(range(TOTAL + 1)), keep + 1, device)
 
 
-@independent
-def gdn_step(device: torch.device, rows: list[int], keep: int) -> tuple[Tensor, Tensor]:
-    layer, state = _layer(device, rows, keep)
+def _step(device: torch.device, rows: list[int], keep: int, dv: int) -> tuple[Tensor, Tensor]:
+    layer, state = _layer(device, rows, keep, dv)
     at = torch.tensor(rows, device=device)
     out = layer.step(state, [[r + 1] for r in rows], [1] * len(rows), rows=at)
     return out[rows.index(keep)], state[keep + 1]
 
 
-@independent
-def gdn_journal_step(device: torch.device, rows: list[int], keep: int) -> tuple[Tensor, ...]:
-    layer, state = _layer(device, rows, keep)
+def _journal_step(device: torch.device, rows: list[int], keep: int, dv: int) -> tuple[Tensor, ...]:
+    layer, state = _layer(device, rows, keep, dv)
     journal = layer.journal(TOTAL + 1, 4)
     for i, part in enumerate(journal):
         part[:, keep + 1] = random(9 + i, *part[:, keep + 1].shape).to(device) * 0.1
@@ -216,21 +214,35 @@ def gdn_journal_step(device: torch.device, rows: list[int], keep: int) -> tuple[
     return (out[rows.index(keep)], state[keep + 1], *(part[:, keep + 1] for part in journal))
 
 
+V_DIMS = (16, 128)  # heads of 128 x 128 have a kernel of their own
+
+
+@independent
+def gdn_step(device: torch.device, rows: list[int], keep: int) -> tuple[Tensor, ...]:
+    return sum((_step(device, rows, keep, dv) for dv in V_DIMS), ())
+
+
+@independent
+def gdn_journal_step(device: torch.device, rows: list[int], keep: int) -> tuple[Tensor, ...]:
+    return sum((_journal_step(device, rows, keep, dv) for dv in V_DIMS), ())
+
+
 def block_against_single_rows(device: torch.device) -> Iterator[tuple[str, Any, Any]]:
     """Name, what a block of 32 rows gives, what its rows give one by one."""
     count = 32
-    layer = DeltaLayer(count, device)
-    state = layer.state(2 + count)
-    block = layer.step(state.clone(), [[1, *range(3, 2 + count)]], [count])
-    single, _ = layer.one_by_one(state.clone(), 1, range(count))
-    yield "gdn_step", block, single
-    journal = layer.journal(2, count)
-    yield (
-        "gdn_journal_step",
-        layer.journal_step(state[:2].clone(), journal, [1], [count], [0], [0]),
-        single,
-    )
-    yield "gdn_prefill", layer.prefill(state[:2].clone(), [1], [count], [1]), single
+    for dv in V_DIMS:
+        layer = DeltaLayer(count, device, dv=dv)
+        state = layer.state(2 + count)
+        block = layer.step(state.clone(), [[1, *range(3, 2 + count)]], [count])
+        single, _ = layer.one_by_one(state.clone(), 1, range(count))
+        yield f"gdn_step, {dv}", block, single
+        journal = layer.journal(2, count)
+        yield (
+            f"gdn_journal_step, {dv}",
+            layer.journal_step(state[:2].clone(), journal, [1], [count], [0], [0]),
+            single,
+        )
+        yield f"gdn_prefill, {dv}", layer.prefill(state[:2].clone(), [1], [count], [1]), single
 
     x, weight = random(0, count, 96).to(device), random(1, 96, 4).to(device)
     window = random(2, 2, count + 2, 96).to(device)

@@ -54,6 +54,8 @@ struct DeltaArgs {
   const float* norm_weight;   // [v_dim] or null: no gated norm
   const int32_t* cu_seqlens;  // [sequences + 1]
   float* out;                 // [rows, v_heads * v_dim]
+  uint8_t* packed;            // the same as activations of act_mode, for kernels that pack
+  int64_t act_mode;
 
   void* state;  // [slots, v_heads, v_dim, k_dim]
   bool bf16_state;

@@ -13,8 +13,9 @@ DFLASH_HD float normed(float x, float scale, float weight) {
   return mul(mul(x, scale), weight);
 }
 
+// sigmoid(z) or silu(z), which differ in the numerator.
 DFLASH_HD float output_gate(float z, bool sigmoid_gate) {
-  return sigmoid_gate ? sigmoid(z) : silu(z);
+  return (sigmoid_gate ? 1.f : z) / (1.f + exp(-z));
 }
 
 }  // namespace dflash

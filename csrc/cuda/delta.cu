@@ -1,40 +1,80 @@
-#include "gpu/delta.cuh"
-
 #include <torch/csrc/stable/library.h>
 
 #include "cuda/act.cuh"
+#include "gpu/delta_step.cuh"
 #include "host/delta.h"
 
 namespace dflash::cuda {
 namespace {
 
+// What delta_step reads and writes four at a time. The model decides, never the batch.
+bool has_step(const DeltaArgs& args) {
+  const FloatType state_type = args.bf16_state ? FloatType::kBF16 : FloatType::kF32;
+  bool fours = in_fours({args.state, args.slot_stride, state_type}) && in_fours(args.mixed) &&
+               in_fours(args.z);
+  for (const float* p : {args.norm_weight, static_cast<const float*>(args.journal_k),
+                         static_cast<const float*>(args.journal_u)})
+    fours = fours && in_fours({p, 0, FloatType::kF32});
+  return fours && args.k_dim == gpu::kHead && args.v_dim == gpu::kHead;
+}
+
+template <class S, bool kFused, int kWide, int kRows>
+void launch_step(const DeltaArgs& args, cudaStream_t stream) {
+  const auto kernel = gpu::delta_step<S, kFused, kWide, kRows>;
+  STD_TORCH_CHECK(args.sequences <= 65535, "dflash: ", args.sequences,
+                  " sequences exceed one launch");
+  STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                      int(sizeof(gpu::StepShared))));
+  const dim3 grid(unsigned(ceil_div(args.v_heads, gpu::kHeads) * gpu::kTeam),
+                  unsigned(args.sequences));
+  launch_cluster(kernel, kFused ? gpu::kTeam : 1, grid, gpu::StepShape<kWide, kRows>::kThreads,
+                 sizeof(gpu::StepShared), stream, args);
+}
+
+template <bool kFused>
+void launch_step(const DeltaArgs& args, cudaStream_t stream) {
+  if (args.bf16_state)
+    launch_step<Bf16, kFused, 8, 2>(args, stream);
+  else
+    launch_step<float, kFused, kFused ? 16 : 8, 2>(args, stream);  // measured
+}
+
 template <class S>
-void launch_rows(const DeltaArgs& args, const Launch& launch) {
+void launch_rows(const DeltaArgs& args, cudaStream_t stream) {
   const auto kernel = args.k_dim <= kAccumulators ? gpu::delta_rows<S, 1> : gpu::delta_rows<S, 2>;
-  kernel<<<launch.grid, gpu::kWarps * kLanes, 0, launch.stream>>>(args);
+  const int64_t blocks =
+      args.sequences * args.v_heads * ceil_div<int64_t>(args.v_dim, gpu::kBlockRows);
+  STD_TORCH_CHECK(blocks <= 0x7fffffff, "dflash: ", args.sequences, " sequences exceed one launch");
+  kernel<<<unsigned(blocks), gpu::kWarps * kLanes, 0, stream>>>(args);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-void run(const DeltaArgs& args, const Tensor& on) {
-  const int64_t blocks =
-      args.sequences * args.v_heads * ceil_div<int64_t>(args.v_dim, gpu::kBlockRows);
-  if (blocks == 0) return;
-  const Launch launch(on, blocks * Launch::threads);
-  if (args.bf16_state)
-    launch_rows<Bf16>(args, launch);
+// The rule alone, into args.out.
+void launch_rule(const DeltaArgs& args, cudaStream_t stream) {
+  if (args.sequences == 0) return;
+  if (has_step(args))
+    launch_step<false>(args, stream);
+  else if (args.bf16_state)
+    launch_rows<Bf16>(args, stream);
   else
-    launch_rows<float>(args, launch);
+    launch_rows<float>(args, stream);
 }
 
 Tensor run(DeltaPlan& plan, const Tensor& on, int64_t act_mode) {
   DeltaArgs& args = plan.args;
   if (args.rows == 0) return plan.out;
   const int64_t columns = args.out_columns();
+  const Launch launch(on, args.rows * args.v_heads * kLanes);
+  if (args.sequences > 0 && has_step(args) && has_sm90()) {
+    args.act_mode = act_mode;
+    args.packed = static_cast<uint8_t*>(plan.out.mutable_data_ptr());
+    launch_step<true>(args, launch.stream);
+    return plan.out;
+  }
   Tensor floats = float_rows_of(plan.out, args.rows, columns, act_mode);
   args.out = floats.mutable_data_ptr<float>();
-  const Launch launch(on, args.rows * args.v_heads * kLanes);
   launch.zero(args.out, args.rows * columns * int64_t(sizeof(float)));
-  run(args, on);
+  launch_rule(args, launch.stream);
   if (args.norm_weight) {
     gpu::delta_norm<<<launch.grid, launch.threads, 0, launch.stream>>>(args);
     STD_CUDA_KERNEL_LAUNCH_CHECK();
@@ -84,9 +124,10 @@ Tensor gdn_prefill(const Tensor& mixed, const Tensor& a, const Tensor& b, const 
 void gdn_commit(const Tensor& state, const Tensor& slots, const Tensor& num_accepted,
                 const Tensor& parity, const Tensor& journal_k, const Tensor& journal_u,
                 const Tensor& journal_decay, bool tiled) {
-  run(plan_gdn_commit(state, slots, num_accepted, parity, journal_k, journal_u, journal_decay,
-                      tiled),
-      state);
+  const DeltaArgs args = plan_gdn_commit(state, slots, num_accepted, parity, journal_k, journal_u,
+                                         journal_decay, tiled);
+  const Launch launch(state, 0);
+  launch_rule(args, launch.stream);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(dflash, CUDA, m) {

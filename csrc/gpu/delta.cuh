@@ -22,6 +22,7 @@ struct DeltaSequence {
   bool valid;    // otherwise its rows are NaN and nothing is written
 };
 
+// By whole warps.
 __device__ inline DeltaSequence delta_sequence(const DeltaArgs& args, int64_t s) {
   DeltaSequence q{};
   if (args.cu_seqlens) q.rows = rows_of(args.cu_seqlens, s, args.rows);
@@ -30,13 +31,19 @@ __device__ inline DeltaSequence delta_sequence(const DeltaArgs& args, int64_t s)
   q.valid = !args.cu_seqlens || q.rows.valid;
   if (args.mode == DeltaMode::kSnapshots) {
     const int64_t column = accepted > 1 ? accepted - 1 : 0;
+    bool wrong = false;
+#pragma unroll 1
+    for (int64_t first = 0; first < args.columns; first += kLanes) {
+      const int64_t c = first + lane_id();
+      const int slot = c < args.columns ? args.slot[s * args.columns + c] : 0;
+      wrong = wrong || (c < count && slot >= args.slots);
+      if (first <= column && column < first + kLanes)
+        q.start = from_lane(slot, int(column - first));
+    }
     q.valid = q.valid && column < args.columns && count <= args.columns;
     if (!q.valid) return q;
-    q.start = args.slot[s * args.columns + column];
     q.skipped = q.start <= 0;
-    q.valid = q.start < args.slots;
-    for (int64_t t = 0; t < count; ++t)
-      q.valid = q.valid && args.slot[s * args.columns + t] < args.slots;
+    q.valid = q.start < args.slots && !any_lane(wrong);
     return q;
   }
   q.slot = q.start = args.slot[s];
@@ -111,7 +118,7 @@ __device__ void unit_vectors(const DeltaArgs& args, const DeltaSequence& q, int6
 
 // A block: kBlockRows rows of the state of one head of one sequence.
 template <class S, int kParts>
-__global__ void __launch_bounds__(kWarps* kLanes) delta_rows(DeltaArgs args) {
+__global__ void __launch_bounds__(kWarps* kLanes, 2) delta_rows(DeltaArgs args) {
   constexpr int kValues = kParts * kPerLane, kWidth = kParts * kAccumulators;
   __shared__ float keys[kTile][kWidth], queries[kTile][kWidth], decays[kTile], strengths[kTile];
   const int dk = args.k_dim, dv = args.v_dim, nv = args.v_heads;

@@ -43,6 +43,25 @@ __device__ inline void wait_for_earlier() {
 #endif
 }
 
+// Before wait_for_earlier(): a value that an earlier kernel may be about to change, so that it is
+// good for a guess only.
+__device__ inline int peek(const int32_t* p) {
+#ifdef __HIPCC__
+  return *p;
+#else
+  return __ldcg(p);  // leaves nothing in L1 that could be read again later
+#endif
+}
+
+// A guess of what will be read, multiples of 16 bytes.
+__device__ inline void prefetch(const void* global, unsigned bytes) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(global)),
+               "r"(bytes)
+               : "memory");
+#endif
+}
+
 // The next kernel may be launched once every block has called this or ended. It says nothing about
 // what this kernel has written: that is for the next one's wait_for_earlier().
 __device__ inline void let_next_begin() {
@@ -55,6 +74,99 @@ __device__ inline void let_next_begin() {
 __device__ inline void start() {
   wait_for_earlier();
   let_next_begin();
+}
+
+// The blocks of a cluster (launch_cluster) meet. Every thread calls both; what was written before
+// the first is not thereby visible after the second.
+__device__ inline void cluster_arrive() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+}
+
+__device__ inline void cluster_wait() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+// Floats that the blocks of a cluster send into this block's shared memory. One thread says how
+// many bytes will come, before a cluster_wait() that the senders pass as well; who reads them waits
+// for phase 0, then 1, 0 ...
+struct Mailbox {
+  unsigned long long state;
+
+  __device__ void open() {  // once, one thread
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(address()) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+  }
+  __device__ void expect(unsigned bytes) {  // one thread, every phase
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address()),
+                 "r"(bytes)
+                 : "memory");
+#endif
+  }
+  // *shared = value in block `rank`, counted by its mailbox.
+  __device__ void send(float* shared, int rank, float value) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    uint32_t to = uint32_t(__cvta_generic_to_shared(shared)), box = address();
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(to), "r"(rank));
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(box) : "r"(box), "r"(rank));
+    asm volatile(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to),
+        "r"(bit_cast<uint32_t>(value)), "r"(box)
+        : "memory");
+#endif
+  }
+  __device__ void wait(int phase) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    uint32_t done = 0;
+    while (!done)
+      asm volatile(
+          "{.reg .pred p;\n"
+          "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+          "selp.u32 %0, 1, 0, p;}"
+          : "=r"(done)
+          : "r"(address()), "r"(phase)
+          : "memory");
+#endif
+  }
+
+ private:
+#if defined(__CUDA_ARCH__)
+  __device__ uint32_t address() { return uint32_t(__cvta_generic_to_shared(&state)); }
+#endif
+};
+
+// 16 bytes from global into shared memory, both aligned; there after copies_done() and a barrier.
+__device__ inline void copy_16(void* shared, const void* global) {
+#ifdef __HIPCC__
+  *static_cast<float4*>(shared) = *static_cast<const float4*>(global);
+#else
+  asm volatile(
+      "cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(uint32_t(__cvta_generic_to_shared(shared))),
+      "l"(global)
+      : "memory");
+#endif
+}
+
+__device__ inline void copies_done() {
+#ifndef __HIPCC__
+  asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+}
+
+// What the lanes of a warp wrote to shared memory, all of them see.
+__device__ inline void sync_warp() {
+#ifdef __HIPCC__
+  __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, "wavefront");
+  __builtin_amdgcn_wave_barrier();
+#else
+  __syncwarp();
+#endif
 }
 
 __device__ inline int lane_id() {

@@ -78,6 +78,7 @@ SHAPES = [
     {"dk": 8, "dv": 8, "nk": 3, "nv": 3},
     {"dk": 100, "dv": 5, "norm": False},
     {"dk": 256, "dv": 7, "nk": 1, "nv": 3, "tiled": False, "sigmoid_gate": True},
+    {"dv": 128, "nk": 1, "nv": 3},
 ]
 
 
@@ -108,13 +109,14 @@ def test_a_bfloat16_state_is_rounded_after_every_row(device):
 
 
 @pytest.mark.parametrize("sigmoid_gate", [False, True])
-def test_the_fused_norm_equals_the_separate_one(device, sigmoid_gate):
-    plain = DeltaLayer(9, device, dv=24, norm=False)
-    fused = DeltaLayer(9, device, dv=24, sigmoid_gate=sigmoid_gate)
+@pytest.mark.parametrize("dv", [24, 128])
+def test_the_fused_norm_equals_the_separate_one(device, sigmoid_gate, dv):
+    plain = DeltaLayer(9, device, dv=dv, norm=False)
+    fused = DeltaLayer(9, device, dv=dv, sigmoid_gate=sigmoid_gate)
     o = plain.step(plain.state(12), [list(range(1, 10))], [9])
     y = fused.step(fused.state(12), [list(range(1, 10))], [9])
     z, weight = fused.inputs["z"], fused.inputs["norm_weight"]
-    normed = ops.add_rms_norm(None, o.reshape(-1, 24), weight, 1e-6, False, 0).view_as(o)
+    normed = ops.add_rms_norm(None, o.reshape(-1, dv), weight, 1e-6, False, 0).view_as(o)
     # a convolution whose only tap is the row itself is silu(z)
     only = torch.tensor([[0.0, 1.0]], device=device).expand(z.shape[1], 2).contiguous()
     window = torch.zeros(2, 9, z.shape[1], device=device)

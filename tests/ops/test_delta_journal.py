@@ -20,7 +20,10 @@ def poison_stale(journal, slot, parity, accepted):
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
-@pytest.mark.parametrize("shape", [{}, {"dk": 20, "dv": 6, "nk": 1, "nv": 3, "tiled": False}])
+@pytest.mark.parametrize(
+    "shape",
+    [{}, {"dk": 20, "dv": 6, "nk": 1, "nv": 3, "tiled": False}, {"dv": 128, "nk": 1, "nv": 3}],
+)
 def test_random_rounds_equal_snapshots_and_plain_decoding(device, dtype, shape):
     rows = 6
     layer = DeltaLayer(rows, device, **shape)
@@ -95,10 +98,11 @@ def test_a_step_after_a_commit_equals_a_step_that_replays(device):
 
 
 @pytest.mark.parametrize("act_mode", [0, 1, 2])
-def test_sequences_do_not_see_each_other(device, act_mode):
+@pytest.mark.parametrize("dv", [16, 128])
+def test_sequences_do_not_see_each_other(device, act_mode, dv):
     lengths, accepted, parity = [1, 4, 0, 2, 3], [4, 0, 2, 1, 3], [0, 1, 0, 1, 1]
     slots = [3, 5, 1, -1, 2]
-    layer = DeltaLayer(sum(lengths) + 2, device)
+    layer = DeltaLayer(sum(lengths) + 2, device, nv=6, dv=dv)
     g = torch.Generator().manual_seed(5)
     journal = tuple(torch.rand(j.shape, generator=g).to(device) for j in layer.journal(6, 4))
     state = layer.state(6)
@@ -130,8 +134,9 @@ def test_sequences_do_not_see_each_other(device, act_mode):
             assert torch.equal(j[:, slot], source[:, slot])
 
 
-def test_a_journal_step_packs_like_quant_act(device):
-    layer = DeltaLayer(5, device, dv=40)
+@pytest.mark.parametrize("shape", [{"dv": 40}, {"dv": 128}, {"dv": 128, "nk": 1, "nv": 3}])
+def test_a_journal_step_packs_like_quant_act(device, shape):
+    layer = DeltaLayer(5, device, **shape)
     state, journal = layer.state(3), layer.journal(3, 5)
     args = ([1], [5], [0], [0])
     out = layer.journal_step(state.clone(), journal, *args)
@@ -181,11 +186,12 @@ def test_the_formula_bit_by_bit(device, dk):
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("dv", [16, 128])
 @pytest.mark.parametrize("lengths", [[1, 0, 15], [16, 17, 1], [40, 3, 33]])
-def test_prefill_gives_the_bits_of_single_rows(device, dtype, lengths):
+def test_prefill_gives_the_bits_of_single_rows(device, dtype, dv, lengths):
     if device.type != "cpu":
         pytest.skip("a GPU prefill may take other sums")
-    layer = DeltaLayer(sum(lengths) + 1, device)
+    layer = DeltaLayer(sum(lengths) + 1, device, dv=dv)
     state = layer.state(5, dtype)
     state[2] = torch.nan  # the last sequence starts from zeros
     plain = state.clone()

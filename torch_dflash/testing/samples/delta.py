@@ -150,6 +150,7 @@ CASES = [
     (1, 3, 8, 8, False, [1, 4, 2], True, False),
     (1, 2, 256, 4, True, [2], True, False),
     (3, 3, 100, 5, False, [17], False, False),
+    (1, 3, 128, 128, True, [5, 0, 9], True, True),
 ]
 
 
