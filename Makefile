@@ -10,7 +10,7 @@ COMPILE = @mkdir -p build && echo "compiling for $(1), see build/log" && \
 	DFLASH_BACKEND=$(1) $(PY) setup.py build_ext --inplace >build/log 2>&1 || { grep -E 'error|FAILED' build/log | head -n 20; exit 1; }
 CXX_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.inl' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh')
 
-.PHONY: demo test test-vllm lint format bench build cuda wheel test-abi clean
+.PHONY: cuda-archs demo test test-vllm lint format bench build cuda wheel test-abi clean
 .DEFAULT_GOAL := demo
 
 # The package is installed without its libraries: `build` puts those beside it, file by file.
@@ -57,6 +57,10 @@ bench: build
 # Compiles _cuda for the default architecture; needs nvcc, no GPU.
 cuda: $(VENV)/ready
 	$(call COMPILE,cuda)
+
+# Every CUDA source for the architectures that nobody measured, and what each kernel takes; no GPU.
+cuda-archs: $(VENV)/ready
+	$(PY) tools/cuda_resources.py
 
 # Without build/lib of the last time: it keeps modules that are gone.
 wheel: $(VENV)/ready
