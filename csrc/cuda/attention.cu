@@ -107,18 +107,12 @@ bool attend_in_pieces(const Call& call, FloatType type, const Tensor& like, Tens
       plan.rows * plan.heads > kMost)
     return false;
   if (!aligned(view.q) || !aligned(view.k) || !aligned(view.v)) return false;
-  // Fewer blocks of a cluster share more of what they load and exchange; more of them have a
-  // short context of few queries done sooner.
-  const bool little =
-      plan.rows * plan.heads < 48 * plan.kv_heads && plan.capacity() <= 4 * kSpanKeys;
   bool done = false;
   with_type(type, [&]<class T>() {
     if (plan.head_dim == 128)
       done = attend<Attend<T, 128, 2, 8, 32, 8, 4, 4, 1>>(call, like, out);
-    else if (sizeof(T) == 4 || little)
+    else  // clusters of two were faster for 16 rows and more, but have not run on a GPU like this
       done = attend<Attend<T, 256, 4, 8, 24, 6, 8, 3, 1>>(call, like, out);
-    else if constexpr (sizeof(T) == 2)
-      done = attend<Attend<T, 256, 2, 8, 24, 6, 8, 3, 1>>(call, like, out);
   });
   return done;
 }
