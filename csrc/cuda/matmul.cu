@@ -33,8 +33,8 @@ int tile_bytes(int64_t type, int64_t columns) {
 
 void unpack_rows(int64_t type, const uint8_t* weight, uint8_t* out, int64_t rows, int64_t columns,
                  const Tensor& on) {
-  const int64_t row_bytes = columns / quant_of("dflash::unpack", type, columns).elems *
-                            quant_of("dflash::unpack", type, columns).bytes;
+  const QuantGeometry quant = quant_of("dflash::unpack", type, columns);
+  const int64_t row_bytes = columns / quant.elems * quant.bytes;
   const int64_t tiles = columns / kTileColumns;
   const Launch launch(on, ceil_div<int64_t>(rows, kTileRows) * tiles * kLanes);
   const bool tiled = dispatch_tiled(type, columns, [&]<class F>() {

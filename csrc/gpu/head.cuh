@@ -31,6 +31,15 @@ __device__ inline RankKey best_of(RankKey (&key)[kTopkPerThread], int k) {
   return block_best(mine);
 }
 
+// What a block found in its chunk of a row: the answer, if that was all, or for the next round.
+__device__ inline void keep_best(const TopkView& t, int64_t row, RankKey best, RankKey* keys) {
+  if (threadIdx.x >= kLanes) return;
+  if (gridDim.y == 1)
+    store_topk(t, row, best);
+  else if (lane_id() < t.k)
+    keys[(row * gridDim.y + blockIdx.y) * t.k + lane_id()] = best;
+}
+
 // Block (row, chunk): the best of a chunk to keys [rows, chunks, k], or to the results.
 __global__ void __launch_bounds__(kTopkThreads) head_topk_logits(TopkView t, RankKey* keys) {
   start();
@@ -43,12 +52,7 @@ __global__ void __launch_bounds__(kTopkThreads) head_topk_logits(TopkView t, Ran
     const float value = id < t.vocabulary ? logit_value(logits[id], t.multiplier, t.softcap) : 0.f;
     key[j] = id >= t.vocabulary ? kNoKey : value != value ? kNaN : rank_key(value, uint32_t(id));
   }
-  const RankKey best = best_of(key, int(t.k));
-  if (threadIdx.x >= kLanes) return;
-  if (gridDim.y == 1)
-    store_topk(t, row, best);
-  else if (lane_id() < t.k)
-    keys[(row * gridDim.y + blockIdx.y) * t.k + lane_id()] = best;
+  keep_best(t, row, best_of(key, int(t.k)), keys);
 }
 
 // The same of `count` keys of a row.
@@ -62,12 +66,7 @@ __global__ void __launch_bounds__(kTopkThreads)
     const int64_t at = first + j * kTopkThreads;
     key[j] = at < count ? from[row * count + at] : kNoKey;
   }
-  const RankKey best = best_of(key, int(t.k));
-  if (threadIdx.x >= kLanes) return;
-  if (gridDim.y == 1)
-    store_topk(t, row, best);
-  else if (lane_id() < t.k)
-    keys[(row * gridDim.y + blockIdx.y) * t.k + lane_id()] = best;
+  keep_best(t, row, best_of(key, int(t.k)), keys);
 }
 
 // Any k, a thread block per row: k times the best of what is behind the last one found.

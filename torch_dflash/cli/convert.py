@@ -50,7 +50,7 @@ def add_parser(commands: Any) -> None:
 
     p = commands.add_parser(
         "prepare",
-        help="write a drafter as a folder that vLLM and SGLang load",
+        help="write a drafter as a folder that vLLM loads",
         description="Write config.json and safetensors of a drafter, for unmodified vLLM, SGLang "
         "and z-lab's package.",
     )
